@@ -1,0 +1,197 @@
+"""The benchmark: `python -m benchmarks.run --suite fa3|llama3|smoke`.
+
+For every workload and direction: bind all providers, ask the gate, time those that passed in one interleaved run, write the JSON.
+A provider that cannot run, or is wrong, gets a row with the reason and no number.
+
+Surprising fact: compiling takes longer than measuring. `--warm N` first lets N processes fill the disk caches of Triton and
+Inductor side by side; the measuring process then only loads.
+"""
+
+import argparse
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from benchmarks import report
+from benchmarks.gate import Gate, disagreement
+from benchmarks.providers import Closures, Inputs, Provider, attempt, choose
+from benchmarks.timing import Call, Clock, clock_for, gpu_state, interleave
+from benchmarks.workloads import DIRECTIONS, SUITES, Workload, select
+
+# whose result the others must agree with at the real size: the first of these that passed the oracle, then anyone
+ANCHORS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "fa3", "fa2")
+
+
+def admit(
+    workload: Workload, direction: str, providers: tuple[Provider, ...], gate: Gate
+) -> tuple[dict[str, Closures], dict[str, dict]]:
+    """(closures of the providers that may be timed, for every provider what the gate found: error, against, difference, failure)."""
+    rank = {name: index for index, name in enumerate(ANCHORS)}
+    inputs = Inputs(workload, gate.device)
+    admitted: dict[str, Closures] = {}
+    found: dict[str, dict] = {}
+    anchor, expected = None, {}
+    for provider in sorted(providers, key=lambda p: rank.get(p.name, len(rank))):
+        verdict = gate.judge(provider, workload, direction)
+        entry = {"error": verdict.error, "against": None, "difference": None, "failure": verdict.failure}
+        found[provider.name] = entry
+        if verdict.failure:
+            continue
+        closures = provider.closures(inputs)
+        if isinstance(closures, str):
+            entry["failure"] = closures
+            continue
+        results, entry["failure"] = attempt(partial(closures.results, direction))
+        if entry["failure"]:
+            continue
+        if anchor is None:
+            anchor, expected = provider.name, results
+        else:
+            difference, entry["failure"] = disagreement(results, expected, verdict.error, found[anchor]["error"])
+            entry["against"], entry["difference"] = anchor, difference if difference == difference else None
+        if not entry["failure"]:
+            admitted[provider.name] = closures
+    return admitted, found
+
+
+def measure(
+    workload: Workload, direction: str, providers: tuple[Provider, ...], gate: Gate, clock: Clock, rounds: int, slice_ms: float
+) -> list[dict]:
+    """Rows of one workload and direction, one for each provider: gated, then timed together."""
+    admitted, found = admit(workload, direction, providers, gate)
+    ordered = [provider.name for provider in providers if provider.name in admitted]
+    calls = {name: Call(admitted[name].call(direction), partial(admitted[name].entered, direction)) for name in ordered}
+    samples, broken = attempt(lambda: interleave(calls, clock, rounds, slice_ms)) if calls else ({}, None)
+    rows = []
+    for provider in providers:
+        entry = found[provider.name]
+        if entry["failure"] or broken:
+            numbers = report.empty_row() | {"error": None, "failure": entry["failure"] or f"timing stopped: {broken}"}
+            entry = {key: entry[key] for key in ("against", "difference")}
+        else:
+            numbers = report.measured_row(workload, direction, provider.name, samples[provider.name], samples)
+        rows.append({"workload": workload.name, "direction": direction, "provider": provider.name} | numbers | entry)
+    return rows
+
+
+def warm(tasks: list[Workload], directions: tuple[str, ...], providers: tuple[Provider, ...], device: torch.device) -> None:
+    """Compiles what the tasks need by running it once. Failures are left for the gate to report."""
+    for workload in tasks:
+        for provider in providers:
+            closures = provider.closures(Inputs(workload, device))
+            if isinstance(closures, Closures):
+                for direction in directions:
+                    attempt(partial(closures.results, direction))
+
+
+def warm_tasks(workloads: tuple[Workload, ...], shard: int, shards: int) -> list[Workload]:
+    """This shard's part of the workloads and their reduced kinds, each once."""
+    return list(dict.fromkeys([*(w.reduced() for w in workloads), *workloads]))[shard::shards]
+
+
+def warm_in_parallel(module: str, argv: list[str], processes: int) -> None:
+    """Runs `module` with `--warm-shard i/processes` for every i, all at once."""
+    start = time.monotonic()
+    environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1"}  # the processes are the parallelism
+    workers = [
+        subprocess.Popen([sys.executable, "-m", module, *argv, "--warm-shard", f"{index}/{processes}"], env=environment)
+        for index in range(processes)
+    ]
+    failed = [index for index, worker in enumerate(workers) if worker.wait()]
+    if failed:
+        print(f"warming processes {failed} failed; what they left is compiled during the run", flush=True)
+    print(f"compiled in {processes} processes: {time.monotonic() - start:.0f} s", flush=True)
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """'1k,4096,16k' -> (1024, 4096, 16384)"""
+    return tuple(int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",") if part)
+
+
+def names(text: str) -> tuple[str, ...]:
+    return tuple(part for part in text.split(",") if part)
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Attention providers, gated and timed in one interleaved run.")
+    p.add_argument("--suite", required=True, choices=SUITES)
+    p.add_argument("--directions", type=names, default=DIRECTIONS, help="fwd,bwd")
+    p.add_argument("--providers", type=names, default=None, help="see benchmarks/providers.py; default: our kernels, fast peers")
+    p.add_argument("--rounds", type=int, default=7, help="turns of each provider; the median is kept (default 7)")
+    p.add_argument("--slice-ms", type=float, default=25.0, help="milliseconds of back-to-back calls in one turn (default 25)")
+    p.add_argument("--seqlens", type=numbers, default=None, help="only these lengths, as 1k,4k,16k")
+    p.add_argument("--head-dims", type=numbers, default=None, help="only these head dims, as 64,128")
+    p.add_argument("--match", default="", help="only workloads with this text in their name, as causal")
+    p.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    p.add_argument("--json", type=Path, default=None, help="result file (default benchmarks/results/<gpu>-<suite>.json)")
+    p.add_argument("--warm", type=int, default=0, metavar="N", help="compile in N processes first")
+    p.add_argument("--warm-shard", default=None, help=argparse.SUPPRESS)
+    return p
+
+
+def run_suite(
+    args: argparse.Namespace, workloads: tuple[Workload, ...], providers: tuple[Provider, ...], command: str, say: Callable[[str], None]
+) -> list[dict]:
+    """Measures every workload, writing the record after each (workload, direction); the rows of this run."""
+    device = torch.device(args.device)
+    gpu = report.device_name(device)
+    record = report.Record(args.json or report.result_path(device, args.suite), args.suite, gpu)
+    gate, clock = Gate(device), clock_for(device)
+    date, versions = report.today(), report.versions(device)
+    run = {"date": date, "command": command, "versions": versions, "gpu_start": gpu_state(device), "gpu_end": None}
+    record.begin(run)
+    common = {"suite": args.suite, "gpu": gpu, "date": date, "command": command, "versions": versions}
+    rows: list[dict] = []
+    start = time.monotonic()
+    for index, workload in enumerate(workloads, 1):
+        for direction in args.directions:
+            new = measure(workload, direction, providers, gate, clock, args.rounds, args.slice_ms)
+            run["gpu_end"] = gpu_state(device)
+            state = run["gpu_end"] or {}
+            hot = {"sm_mhz": state.get("clocks.sm"), "watts": state.get("power.draw")}
+            new = [common | row | hot for row in new]
+            record.replace(new)
+            record.write()
+            rows += new
+            speeds = " ".join(f"{row['provider']}:{row['tflops']:.4g}" for row in new if row["ms"] is not None)
+            say(f"[{index}/{len(workloads)} {time.monotonic() - start:.0f} s] {workload.name} {direction} TFLOP/s {speeds or 'none'}")
+    say(f"wrote {record.path}")
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
+    command_line = parser()
+    args = command_line.parse_args(argv)
+    try:
+        workloads = select(args.suite, args.seqlens, args.head_dims, args.match)
+        providers = choose(args.providers, everyone=args.suite == "smoke")
+    except ValueError as error:
+        command_line.error(str(error))
+    if unknown := [name for name in args.directions if name not in DIRECTIONS]:
+        command_line.error(f"unknown direction {', '.join(unknown)}; known are {', '.join(DIRECTIONS)}")
+    if args.device == "cpu" and args.suite != "smoke":
+        command_line.error(f"suite {args.suite!r} needs a GPU; on a CPU only --suite smoke makes sense")
+    if args.warm_shard:
+        shard, shards = (int(part) for part in args.warm_shard.split("/"))
+        compiled = tuple(provider for provider in providers if provider.compiles)
+        warm(warm_tasks(workloads, shard, shards), args.directions, compiled, torch.device(args.device))
+        return 0
+    if args.warm:
+        warm_in_parallel("benchmarks.run", argv, args.warm)
+    command = "python -m benchmarks.run " + shlex.join(argv)
+    rows = run_suite(args, workloads, providers, command, partial(print, flush=True))
+    report.print_table(*report.pivot(rows), title=f"TFLOP/s, {report.device_name(torch.device(args.device))}, suite {args.suite}")
+    print("\n".join(["", *report.failures(rows)]))
+    return 0 if any(row["ms"] is not None for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

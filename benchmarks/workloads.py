@@ -1,0 +1,151 @@
+"""Named attention workloads, and how much work each one is.
+
+A workload is plain data, so tests, benchmarks and tuning speak of the same shapes by the same names. Work is counted exactly: only
+the (query, key) pairs that the mask keeps, one multiply-add as two FLOPs, softmax not counted (the field's convention).
+
+Surprising fact: papers halve the FLOPs of a causal square; the exact count is S (S + 1) / 2 pairs, 0.2 % more at S = 512.
+"""
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from flashattn.problem import Problem, canonical_window, default_scale, kept_pairs
+
+DIRECTIONS = ("fwd", "bwd")
+GATE_LENGTH = 1024  # fp64 scores of this length still fit everywhere, and it spans several tiles of every kernel
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One dense attention call: shapes, mask, dtype. `causal` and `window` mean what they mean in `flashattn.attention`."""
+
+    name: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    causal: bool | str = False
+    window: tuple[int | None, int | None] | None = None
+    dtype: str = "bfloat16"
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+    @property
+    def group(self) -> int:
+        return self.heads_q // self.heads_kv
+
+    def problem(self) -> Problem:
+        left, right, top_left = canonical_window(self.causal, self.window)
+        return Problem(
+            dtype=self.dtype, batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, heads_q=self.heads_q,
+            heads_kv=self.heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, softmax_scale=default_scale(self.head_dim),
+            window_left=left, window_right=right, top_left=top_left,
+        )
+
+    def pairs(self) -> int:
+        """(query, key) pairs that the mask keeps, over all query heads and batch entries."""
+        return self.batch * self.heads_q * kept_pairs(self.problem())
+
+    def flops(self, direction: str) -> int:
+        """FLOPs of one call.
+
+        Forward: 2 pairs (D + Dv), the products Q K^T and P V; 4 B H Sq Sk D without a mask and with D = Dv.
+        Backward: 2 pairs (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS K, dS^T Q; 2.5 times the forward when D = Dv.
+        """
+        _check_direction(direction)
+        if direction == "fwd":
+            return 2 * self.pairs() * (self.head_dim + self.head_dim_v)
+        return 2 * self.pairs() * (3 * self.head_dim + 2 * self.head_dim_v)
+
+    def minimal_bytes(self, direction: str) -> int:
+        """Fewest bytes through device memory: every input read once, every output written once.
+
+        Forward: q, k, v in, out and the fp32 lse out. Backward: q, k, v, out, dout and lse in, dq, dk, dv out.
+        """
+        _check_direction(direction)
+        rows_q = self.batch * self.seqlen_q * self.heads_q
+        rows_k = self.batch * self.seqlen_k * self.heads_kv
+        itemsize = self.torch_dtype.itemsize
+        qkv = itemsize * (rows_q * self.head_dim + rows_k * (self.head_dim + self.head_dim_v))
+        out = itemsize * rows_q * self.head_dim_v
+        lse = 4 * rows_q
+        return qkv + out + lse if direction == "fwd" else 2 * qkv + 2 * out + lse
+
+    def reduced(self, limit: int = GATE_LENGTH) -> "Workload":
+        """The same kind of call (dtype, head dims, group, mask, tile-crossing lengths) small enough for the fp64 oracle.
+
+        The name is dropped: workloads of one kind reduce to equal values, so the oracle judges each kind once.
+        """
+        heads_kv = min(self.heads_kv, 2)
+        return replace(
+            self, name="reduced", batch=2, seqlen_q=min(self.seqlen_q, limit), seqlen_k=min(self.seqlen_k, limit),
+            heads_q=heads_kv * self.group, heads_kv=heads_kv,
+        )
+
+
+def _check_direction(direction: str) -> None:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction is {direction!r}; known are {', '.join(DIRECTIONS)}")
+
+
+def square(name: str, batch: int, seqlen: int, heads_q: int, heads_kv: int, head_dim: int, causal: bool, dtype="bfloat16") -> Workload:
+    """Self-attention: as many keys as queries, one head dim."""
+    return Workload(name, batch, seqlen, seqlen, heads_q, heads_kv, head_dim, head_dim, causal, None, dtype)
+
+
+def fa3_grid() -> tuple[Workload, ...]:
+    """The grid of the FlashAttention-3 paper (Shah et al. 2024, section 4.1): 16 384 tokens a batch, heads x head dim = 2048."""
+    return tuple(
+        square(
+            f"fa3-d{head_dim}-s{seqlen}{'-causal' if causal else ''}",
+            16384 // seqlen, seqlen, 2048 // head_dim, 2048 // head_dim, head_dim, causal,
+        )
+        for head_dim in (64, 128, 256)
+        for causal in (False, True)
+        for seqlen in (512, 1024, 2048, 4096, 8192, 16384)
+    )
+
+
+def llama3_8b() -> tuple[Workload, ...]:
+    """The attention of Llama 3 8B (32 query heads, 8 key/value heads, head dim 128, causal) on 16 384 tokens."""
+    return tuple(
+        square(f"llama3-8b-s{seqlen}", 16384 // seqlen, seqlen, 32, 8, 128, True) for seqlen in (1024, 2048, 4096, 8192, 16384)
+    )
+
+
+def smoke() -> tuple[Workload, ...]:
+    """Tiny shapes that take every path of the benchmark in seconds on a CPU; their speeds mean nothing.
+
+    float16, because Triton's interpreter takes the bits of bfloat16 operands of a dot for integers.
+    """
+    return (
+        square("smoke-d64-s128", 1, 128, 2, 2, 64, False, "float16"),
+        square("smoke-d64-s192-causal", 2, 192, 2, 2, 64, True, "float16"),
+        square("smoke-gqa-s128-causal", 1, 128, 4, 2, 32, True, "float16"),
+    )
+
+
+SUITES = {"fa3": fa3_grid(), "llama3": llama3_8b(), "smoke": smoke()}
+WORKLOADS = {workload.name: workload for suite in SUITES.values() for workload in suite}
+
+
+def select(
+    suite: str, seqlens: tuple[int, ...] | None = None, head_dims: tuple[int, ...] | None = None, match: str = ""
+) -> tuple[Workload, ...]:
+    """The workloads of a suite whose length, head dim and name (a substring) were asked for; ValueError when none is left."""
+    if suite not in SUITES:
+        raise ValueError(f"suite is {suite!r}; known are {', '.join(SUITES)}")
+    chosen = tuple(
+        w
+        for w in SUITES[suite]
+        if (not seqlens or w.seqlen_q in seqlens) and (not head_dims or w.head_dim in head_dims) and match in w.name
+    )
+    if not chosen:
+        raise ValueError(f"no workload of suite {suite!r} has seqlens {seqlens}, head_dims {head_dims} and {match!r} in its name")
+    return chosen

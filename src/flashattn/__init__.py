@@ -1,0 +1,7 @@
+"""flashattn: exact fused attention in Triton, forward and backward, bound to PyTorch."""
+
+from .api import attention, attention_varlen, explain
+from .reference import online_softmax
+
+__all__ = ["attention", "attention_varlen", "explain", "online_softmax"]
+__version__ = "0.1.0"

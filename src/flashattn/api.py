@@ -1,0 +1,178 @@
+"""The public functions: what a call means, its defaults, its checks, and one call down.
+
+Layout is settled here by transposed views (strides carry it, nothing is copied), so everything below sees [batch, rows, heads, dim].
+"""
+
+import torch
+
+from . import torch_ops
+from .checks import LAYOUTS, check_cu_seqlens, check_options, check_tensors
+from .problem import canonical_window, default_scale
+
+
+def _autocast(q, k, v):
+    """Under autocast attention runs in the autocast dtype, like a matrix product."""
+    tensors = (q, k, v)
+    if all(isinstance(tensor, torch.Tensor) for tensor in tensors) and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+        halves = (torch.float16, torch.bfloat16, torch.float32)
+        tensors = tuple(tensor.to(dtype) if tensor.dtype in halves else tensor for tensor in tensors)
+    return tensors
+
+
+def _prepare(q, k, v, causal, window, softmax_scale, layout):
+    """Checked tensors in [batch, rows, heads, dim] (or packed) order, and the options every operator call takes."""
+    check_options(causal, window, softmax_scale)
+    if layout not in (*LAYOUTS, "packed"):
+        raise ValueError(f"layout={layout!r}: expected one of {LAYOUTS}")
+    q, k, v = _autocast(q, k, v)
+    order = {"bshd": "batch seqlen heads head_dim", "bhsd": "batch heads seqlen head_dim", "packed": "total heads head_dim"}[layout]
+    check_tensors({"q": q, "k": k, "v": v}, order)
+    if layout == "bhsd":
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    left, right, top_left = canonical_window(causal, window)
+    scale = default_scale(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
+    return q, k, v, (scale, left, right, top_left)
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+    deterministic: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    r"""Exact attention, differentiable in q, k and v.
+
+    .. math::
+        s_{ij} = \text{softmax\_scale} \; q_i \cdot k_j, \qquad
+        \text{lse}_i = \ln \sum_{j \in K(i)} e^{s_{ij}}, \qquad
+        \text{out}_i = \sum_{j \in K(i)} e^{s_{ij} - \text{lse}_i} \, v_j
+
+    where K(i) is the set of keys that row i keeps. The score matrix never exists in memory: tiles of keys stream past a block of queries
+    under the online softmax, and the backward rebuilds the probabilities from lse.
+
+    Args:
+        q: queries ``[batch, seqlen_q, heads_q, head_dim]``; float16, bfloat16 or float32; head_dim 1 to 256. Any strides; a last dimension
+            that is not contiguous is copied once.
+        k: keys ``[batch, seqlen_k, heads_kv, head_dim]``; query head h reads key/value head ``h // (heads_q // heads_kv)``, so
+            heads_q must be a multiple of heads_kv (grouped- and multi-query attention).
+        v: values ``[batch, seqlen_k, heads_kv, head_dim_v]``; head_dim_v 1 to 256, may differ from head_dim.
+        causal: False; True: query i keeps keys ``j <= i + seqlen_k - seqlen_q`` (the diagonal ends in the bottom-right corner);
+            ``"top-left"``: ``j <= i``, the meaning of ``scaled_dot_product_attention(is_causal=True)``. They differ when the lengths do.
+        window: ``(left, right)``, the number of keys kept each side of that diagonal, itself included and always kept; None is no limit,
+            0 the diagonal alone. ``causal`` is the window ``(None, 0)``; together they keep what both keep.
+        softmax_scale: factor of the scores, any finite number; default ``1 / sqrt(head_dim)``.
+        layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
+        return_lse: also return lse.
+        deterministic: promise gradients that are bitwise equal from run to run. Every kernel so far keeps the promise without being asked.
+        impl: None: the first kernel of the table that can run the call. ``"portable"`` (Triton) or ``"eager"`` (plain PyTorch, linear
+            memory): that one or an error, never another.
+
+    Returns:
+        out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse), lse
+        float32 ``[batch, heads_q, seqlen_q]``, natural logarithm, differentiable. A row with no key to see: out 0, lse -inf, gradients 0.
+
+    Raises:
+        ValueError: shapes, devices or option values that don't fit together. TypeError: dtypes, non-tensors.
+        NotImplementedError: head_dim over 256; ``impl`` names a kernel that can't run the call (with its reasons); a second derivative.
+
+    float32 products are IEEE float32 unless ``torch.backends.cuda.matmul`` allows tf32.
+
+    Source: Dao et al. 2022 (FlashAttention), section 3.1 and appendix B; Dao 2023 (FlashAttention-2), section 3; Milakov & Gimelshein 2018
+    (online softmax), section 3.
+    """
+    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout)
+    out, lse = torch.ops.flashattn.attn_fwd(q, k, v, None, None, None, None, *options, deterministic, impl)
+    if layout == "bhsd":
+        out = out.transpose(1, 2)
+    return (out, lse) if return_lse else out
+
+
+def attention_varlen(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor,
+    cu_seqlens_k: torch.Tensor,
+    *,
+    max_seqlen_q: int | torch.Tensor | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+    deterministic: bool = False,
+    impl: str | None = None,
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    r"""Exact attention of a packed batch: sequences of different lengths one after another, without padding.
+
+    Sequence b has the query rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and the key rows ``cu_seqlens_k[b]`` to
+    ``cu_seqlens_k[b + 1]``; each is :func:`attention` on its own, with its own diagonal.
+
+    Args:
+        q: ``[total_q, heads_q, head_dim]``. k: ``[total_k, heads_kv, head_dim]``. v: ``[total_k, heads_kv, head_dim_v]``. Dtypes, heads
+            and strides as in :func:`attention`.
+        cu_seqlens_q, cu_seqlens_k: int32 ``[batch + 1]``, cumulative lengths in rows, on q's device: 0 first, never falling, the last at
+            most total. Lengths may be 0. Rows past the last entry belong to nobody: they are never read into a result, their out and
+            gradients are 0 and their lse is -inf.
+        max_seqlen_q, max_seqlen_k: an upper bound of the longest sequence in rows, or None. A hint for the order of work; results don't
+            depend on it and no device synchronisation is needed without it. A tensor is accepted and not read.
+        causal, window, softmax_scale, return_lse, deterministic, impl: as in :func:`attention`.
+
+    Returns:
+        out ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``, float32, natural logarithm.
+
+    Raises:
+        As :func:`attention`. The *values* of cu_seqlens are validated on the CPU, and on a GPU when ``FLASHATTN_CHECK=1`` is set (that
+        synchronises); without it, bad values on a GPU give wrong rows but never an access outside the tensors.
+
+    Source: as :func:`attention`.
+    """
+    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, "packed")
+    check_cu_seqlens(
+        q,
+        {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
+        {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
+    )
+    limits = [None if isinstance(limit, torch.Tensor) else limit for limit in (max_seqlen_q, max_seqlen_k)]
+    out, lse = torch.ops.flashattn.attn_fwd(
+        q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options, deterministic, impl
+    )  # fmt: skip
+    return (out, lse) if return_lse else out
+
+
+def explain(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens_q: torch.Tensor | None = None,
+    cu_seqlens_k: torch.Tensor | None = None,
+    *,
+    max_seqlen_q: int | None = None,
+    max_seqlen_k: int | None = None,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    deterministic: bool = False,
+    impl: str | None = None,
+) -> torch_ops.Explanation:
+    """What :func:`attention` (or, with cu_seqlens, :func:`attention_varlen`) would run for this call, without running it.
+
+    Arguments as there; tensors on the ``meta`` device or fakes do, for their shapes. Returns an `Explanation`: print it, or read its fields:
+    the kernel, why the ones before it in the table can't run, the tile of each pass, FLOPs (4 * pairs * dim forward, 2.5 times
+    that backward, kept pairs only) and the least bytes that must move. Raises what the call itself would raise.
+    """
+    varlen = cu_seqlens_q is not None
+    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, "packed" if varlen else layout)
+    if varlen:
+        check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, {})
+    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, deterministic)
+    return torch_ops.explain(problem, impl)

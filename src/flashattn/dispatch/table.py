@@ -1,0 +1,58 @@
+"""The kernels in order of preference, and what each can't do.
+
+A row names its launcher by a dotted path, resolved on first use, so this file imports neither Triton nor PyTorch.
+`reasons(problem)` lists why a kernel can't run a problem; an empty list means that it can.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ..problem import DTYPES, Problem
+from .configs import Config, portable, sm90
+
+TABLES = {(9, 0): sm90.ROWS}
+OLDEST_CAPABILITY = (8, 0)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    name: str
+    about: str
+    reasons: Callable[[Problem], list[str]]
+    config: Callable[[Problem, str], Config | None]
+    launch: str
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """Head dims run in blocks of a power of two, at least 16 (the matrix units' shortest reduction); the rest reads as zero."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def portable_reasons(problem: Problem) -> list[str]:
+    found = []
+    if problem.device == "cpu" and not problem.interpret:
+        found.append("CPU tensors run in Triton's interpreter only: set TRITON_INTERPRET=1 before importing triton")
+    elif problem.device == "cpu" and problem.dtype == "bfloat16":
+        found.append("Triton's interpreter multiplies the bits of bfloat16 as integers: use float16 or float32 there")
+    elif problem.device not in ("cuda", "cpu"):
+        found.append(f"Triton kernels are launched on CUDA devices, not on {problem.device!r}")
+    if problem.capability is not None and problem.capability < OLDEST_CAPABILITY:
+        found.append(f"compute capability {problem.capability[0]}.{problem.capability[1]}: tested from 8.0 on")
+    return found
+
+
+def portable_config(problem: Problem, kernel: str) -> Config:
+    largest = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v), 64)
+    key = (kernel, problem.itemsize, largest)
+    rows = TABLES.get(problem.capability, {})
+    return rows[key] if key in rows else portable.ROWS[key]
+
+
+def eager_reasons(problem: Problem) -> list[str]:
+    return [] if problem.dtype in DTYPES else [f"dtype {problem.dtype}"]
+
+
+KERNELS = (
+    Kernel("portable", "Triton, any GPU", portable_reasons, portable_config, "flashattn.launch.portable"),
+    Kernel("eager", "plain PyTorch, any device", eager_reasons, lambda problem, kernel: None, "flashattn.eager"),
+)

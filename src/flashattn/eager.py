@@ -1,0 +1,292 @@
+"""Attention for tensors on a CPU, or on a device without Triton: plain torch, exact, memory linear in length.
+
+Queries are taken a chunk of rows at a time, each against only the stretch of keys that its rows can see, so a window or a causal mask
+costs about what it keeps and no score matrix is larger than a chunk (Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021,
+section 2, here without their second loop, over keys). Half precision is computed in float32, score to result.
+
+Legend: H pairs of (batch entry, key/value head), M rows of a chunk times the query heads that share a key/value head, N keys that the
+chunk sees, D head_dim, V head_dim_v. Folding the sharing heads into the rows makes grouped heads an ordinary matrix product, and sums
+their dK and dV for nothing.
+
+The surprising fact: the backward reads neither `out` nor `lse`. A chunk holds whole rows of scores, so delta is summed as
+rowsum(p * dp) of the very numbers it is subtracted from, where a kernel that sees only a tile needs rowsum(dout * out), equal on paper
+and rounded differently (FlashAttention, 2022, appendix B.2). A row with a single key gets a gradient of exactly 0 this way, and scores of
+1e5, whose lse is rounded to 1e-2, cost no accuracy.
+"""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from itertools import pairwise
+
+import torch
+from einops import rearrange
+from torch import Tensor
+
+from flashattn.problem import Problem
+
+CHUNK_SCORES = 1 << 19  # float32 scores of one chunk: 2 MiB, so that the passes over it run in cache
+LOG2_E = math.log2(math.e)
+MIN_ROWS = 64  # rows of a matrix product, below which it is too thin to be fast
+
+
+def forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """out_i = sum_j p_ij v_j and lse_i = ln sum_j e^(s_ij), over the keys that `problem` keeps.
+
+    q [batch, seqlen_q, heads_q, head_dim], k [..., heads_kv, head_dim], v [..., heads_kv, head_dim_v] of any strides; packed calls have
+    [total, heads, dim] and int32 cu_seqlens. Returns out, contiguous, in the dtype of q, and lse, float32, natural
+    logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
+    lse -inf. Raises ValueError for cu_seqlens that fall or reach past the tensor.
+    """
+    with _without_autocast(q.device):
+        if not problem.varlen:
+            return _dense_forward(problem, q, k, v)
+        out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+        lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
+        for n, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+            part_qkv = (_unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
+            part, part_lse = _dense_forward(problem, *part_qkv)
+            out[at_q] = part.flatten(0, 1)
+            lse[:, at_q] = rearrange(part_lse, "n h s -> h (n s)")
+        return out, lse
+
+
+def backward(
+    problem: Problem,
+    needs: tuple[bool, bool, bool],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Gradients of a loss that has gradient dout in out and dlse in lse:
+
+        dv_j = sum_i p_ij dout_i                     ds_ij = p_ij (dp_ij - delta_i),   dp_ij = dout_i . v_j
+        dq_i = scale sum_j ds_ij k_j                 delta_i = sum_j p_ij dp_ij - dlse_i
+        dk_j = scale sum_i ds_ij q_i
+
+    since d lse_i / d s_ij = p_ij. dout, dlse: shaped like out and lse, any strides, None for a gradient of zero. needs: which of dq, dk,
+    dv to compute; the others are None. Gradients are contiguous, with the shape and dtype of their input, and exactly 0 for queries
+    without keys, for keys that no query sees and for rows past the last cu_seqlens.
+
+    Source: Dao et al., FlashAttention (2022), appendix B.2; the gradient into lse follows from the line above.
+    """
+    with _without_autocast(q.device):
+        if not problem.varlen:
+            return _dense_backward(problem, needs, dout, dlse, q, k, v)
+        grads = _zero_gradients(needs, q, k, v)
+        for n, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+            part_dout = None if dout is None else _unpack(dout, at_q, n)
+            part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
+            part_qkv = (_unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
+            parts = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv)
+            for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=True):
+                if grad is not None:
+                    grad[at] = part.flatten(0, 1)
+        return grads
+
+
+def _dense_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+    lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    groups = (k.shape[2], problem.group)
+    q, out_grouped, lse_grouped = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
+    for batch, heads, chunks in _blocks(problem, q, k):
+        k_HND, v_HNV = _keys_first(k[batch, :, heads]), _keys_first(v[batch, :, heads])
+        for rows, keys in chunks:
+            e_HMN, m_HM, l_HM = _exp_scores(problem, _fold(q[batch, rows, heads]), k_HND, rows, keys, diagonal=_diagonal(problem, q, k))
+            _unfold(torch.bmm(e_HMN, v_HNV[:, keys]).div_(l_HM), into=out_grouped[batch, rows, heads])
+            lse_chunk = lse_grouped[batch, heads, :, rows]
+            lse_chunk.copy_((m_HM + l_HM.log()).view(lse_chunk.shape))
+    return out, lse
+
+
+def _dense_backward(
+    problem: Problem, needs: tuple[bool, bool, bool], dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dq, dk, dv = _zero_gradients(needs, q, k, v)
+    if dout is None and dlse is None:
+        return dq, dk, dv
+    groups = (k.shape[2], problem.group)
+    q = q.unflatten(2, groups)
+    dout = None if dout is None else dout.unflatten(2, groups)
+    dlse = None if dlse is None else dlse.unflatten(1, groups)
+    for batch, heads, chunks in _blocks(problem, q, k):
+        k_HND, v_HNV = _keys_first(k[batch, :, heads]), _keys_first(v[batch, :, heads])
+        dk_HND = None if dk is None else torch.zeros_like(k_HND)
+        dv_HNV = None if dv is None else torch.zeros_like(v_HNV)
+        for rows, keys in chunks:
+            q_HMD = _fold(q[batch, rows, heads])
+            e_HMN, _, l_HM = _exp_scores(problem, q_HMD, k_HND, rows, keys, diagonal=_diagonal(problem, q, k))
+            # p = e / l; dividing the short rows of dout by l instead saves a pass over the scores
+            dout_HMV = None if dout is None else _fold(dout[batch, rows, heads]) / l_HM
+            if dv is not None and dout is not None:
+                dv_HNV[:, keys].baddbmm_(e_HMN.mT, dout_HMV)
+            if dq is None and dk is None:
+                continue
+            dlse_HM = None if dlse is None else dlse[batch, heads, :, rows].reshape(l_HM.shape)
+            ds_HMN = _score_gradient(e_HMN, l_HM, dout_HMV, v_HNV[:, keys], dlse_HM)
+            if dq is not None:
+                dq_HMD = torch.bmm(ds_HMN, k_HND[:, keys]).mul_(problem.softmax_scale)
+                _unfold(dq_HMD, into=dq.unflatten(2, groups)[batch, rows, heads])
+            if dk is not None:
+                dk_HND[:, keys].baddbmm_(ds_HMN.mT, q_HMD, alpha=problem.softmax_scale)
+        for grad, grad_HND in ((dk, dk_HND), (dv, dv_HNV)):
+            if grad is not None:
+                grad[batch, :, heads] = rearrange(grad_HND, "(b h) n d -> b n h d", h=k[batch, :, heads].shape[2])
+    return dq, dk, dv
+
+
+def _zero_gradients(needs: tuple[bool, bool, bool], *inputs: Tensor) -> tuple[Tensor | None, ...]:
+    """zeros_like would keep the strides of the inputs, an expanded one's too."""
+    return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) if need else None for x, need in zip(inputs, needs, strict=True))
+
+
+def _exp_scores(
+    problem: Problem, q_HMD: Tensor, k_HND: Tensor, rows: slice, keys: slice, *, diagonal: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """e = e^(s - m) with 0 where masked, and the maximum m and the sum l of e of each row: p = e / l and lse = m + ln l.
+
+    The scale is applied to s - m, not to the scores: large scores that are close to each other then lose nothing by it. Only its sign has
+    to be known earlier, for the maximum. e is taken as a power of 2 because the exp of the math library under torch is up to 70 times
+    slower where the result underflows, and masked scores do nothing else. Every row here has a key, so l is at least 1.
+    """
+    scale = problem.softmax_scale
+    sign, magnitude = (math.copysign(1.0, scale), abs(scale)) if scale else (0.0, 1.0)
+    beta_0 = q_HMD.new_zeros(1, 1, 1)
+    s_HMN = torch.baddbmm(beta_0, q_HMD, k_HND[:, keys].mT, beta=0, alpha=sign)
+    s_grouped = s_HMN.unflatten(1, (problem.group, -1))
+    i = torch.arange(rows.start, rows.stop, device=q_HMD.device)[:, None] + diagonal
+    # only the columns that some row of the chunk may not see: at either end, about as many as the chunk has rows
+    if problem.window_right is not None:
+        first = max(keys.start, rows.start + diagonal + problem.window_right + 1)
+        j = torch.arange(first, max(first, keys.stop), device=q_HMD.device)
+        s_grouped[..., first - keys.start :].masked_fill_(j > i + problem.window_right, -math.inf)
+    if problem.window_left is not None:
+        last = min(keys.stop, rows.stop - 1 + diagonal - problem.window_left)
+        j = torch.arange(keys.start, max(keys.start, last), device=q_HMD.device)
+        s_grouped[..., : len(j)].masked_fill_(j < i - problem.window_left, -math.inf)
+    m_HM = s_HMN.amax(dim=-1, keepdim=True)
+    e_HMN = s_HMN.sub_(m_HM).mul_(magnitude * LOG2_E).exp2_()
+    return e_HMN, m_HM * magnitude, e_HMN.sum(dim=-1, keepdim=True)
+
+
+def _score_gradient(e_HMN: Tensor, l_HM: Tensor, dout_HMV: Tensor | None, v_HNV: Tensor, dlse_HM: Tensor | None) -> Tensor:
+    """ds = p (dp - delta), with p = e / l and dout already divided by l."""
+    if dout_HMV is None:
+        return e_HMN.mul_(dlse_HM / l_HM)
+    p_dp_HMN = torch.bmm(dout_HMV, v_HNV.mT).mul_(e_HMN)
+    delta_HM = p_dp_HMN.sum(dim=-1, keepdim=True)
+    if dlse_HM is not None:
+        delta_HM -= dlse_HM
+    return p_dp_HMN.addcmul_(e_HMN, delta_HM / l_HM, value=-1)
+
+
+def _blocks(problem: Problem, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
+    """Cut a call into blocks of (batch entries, key/value heads), each with its chunks (query rows, keys that they see).
+
+    Rows without keys are in no chunk. q [batch, seqlen_q, heads_kv, group, head_dim], k [batch, seqlen_k, heads_kv, head_dim].
+
+    A chunk gets at least MIN_ROWS rows, then as many heads and batch entries as CHUNK_SCORES allows, then more rows if there is room: one
+    chunk when everything fits, and a loop over heads only where each turn is long.
+    """
+    batch, seqlen_q, heads_kv, group = q.shape[:4]
+    seqlen_k, diagonal = k.shape[1], _diagonal(problem, q, k)
+    left, right = problem.window_left, problem.window_right
+    first = 0 if right is None else max(0, -diagonal - right)
+    stop = seqlen_q if left is None else min(seqlen_q, seqlen_k - diagonal + left)
+    if first >= stop or 0 in (batch, heads_kv, seqlen_k):
+        return
+
+    windowed = left is not None and right is not None
+
+    def scores(rows: int) -> int:
+        """of one pair of (batch entry, key/value head)"""
+        return group * rows * (min(seqlen_k, rows + left + right) if windowed else seqlen_k)
+
+    rows = min(stop - first, -(-MIN_ROWS // group))
+    pairs = max(1, CHUNK_SCORES // scores(rows))
+    step_b, step_h = max(1, min(batch, pairs // heads_kv)), min(heads_kv, pairs)
+    widest = max(rows, (left + right) // 2) if windowed else stop - first  # the chunk computes rows + window keys to keep window keys a row
+    rows = min(stop - first, widest, max(rows, rows * CHUNK_SCORES // (step_b * step_h * scores(rows))))
+    chunks = []
+    for i in range(first, stop, rows):
+        end = min(i + rows, stop)
+        start_key = 0 if left is None else max(0, i + diagonal - left)
+        end_key = seqlen_k if right is None else min(seqlen_k, end + diagonal + right)
+        chunks.append((slice(i, end), slice(start_key, end_key)))
+    for b in range(0, batch, step_b):
+        for h in range(0, heads_kv, step_h):
+            yield slice(b, b + step_b), slice(h, h + step_h), chunks
+
+
+def _diagonal(problem: Problem, q: Tensor, k: Tensor) -> int:
+    """Key on the diagonal of query row 0, which in a packed call is each sequence's own."""
+    return 0 if problem.top_left else k.shape[1] - q.shape[1]
+
+
+def _fold(x: Tensor) -> Tensor:
+    """[b, m, h, g, d] -> float32 [b h, g m, d]"""
+    return rearrange(x, "b m h g d -> (b h) (g m) d").float()
+
+
+def _unfold(x: Tensor, *, into: Tensor) -> None:
+    """The inverse of `_fold`, with the rounding to the dtype of the destination."""
+    b, m, h, g, _ = into.shape
+    into.copy_(rearrange(x, "(b h) (g m) d -> b m h g d", b=b, m=m, h=h, g=g))
+
+
+def _keys_first(x: Tensor) -> Tensor:
+    """[b, n, h, d] -> contiguous float32 [b h, n, d]"""
+    return rearrange(x, "b n h d -> (b h) n d").contiguous().float()
+
+
+def _same_lengths(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[int, slice | Tensor, slice | Tensor]]:
+    """Packed sequences of equal lengths, together: (how many, where their rows are in q, where in k).
+
+    Each such set is a dense batch, so eighty thousand short sequences are a few hundred turns of the loop. Sequences that lie one behind
+    the other are a slice, others are gathered.
+    """
+    cu_q, cu_k = _bounds("q", cu_seqlens_q, q), _bounds("k", cu_seqlens_k, k)
+    if len(cu_q) != len(cu_k):
+        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have the same length, got {len(cu_q)} and {len(cu_k)}")
+    starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        if q1 > q0 and k1 > k0:
+            starts.setdefault((q1 - q0, k1 - k0), []).append((q0, k0))
+    for lengths, pairs in starts.items():
+        at_q, at_k = (_places(list(s), n, q.device) for s, n in zip(zip(*pairs, strict=True), lengths, strict=True))
+        yield len(pairs), at_q, at_k
+
+
+def _bounds(name: str, cu_seqlens: Tensor, x: Tensor) -> list[int]:
+    cu = cu_seqlens.tolist()
+    falls = [f"falls from {a} to {b}" for a, b in pairwise(cu) if a > b]
+    if cu[0] != 0 or cu[-1] > x.shape[0] or falls:
+        found = ", ".join([f"starts at {cu[0]}", *falls[:1], f"ends at {cu[-1]}"])
+        raise ValueError(f"cu_seqlens_{name} must start at 0, never fall and end within the {x.shape[0]} rows of {name}; it {found}")
+    return cu
+
+
+def _places(starts: list[int], length: int, device: torch.device) -> slice | Tensor:
+    if all(b - a == length for a, b in pairwise(starts)):
+        return slice(starts[0], starts[-1] + length)
+    return (torch.tensor(starts, device=device)[:, None] + torch.arange(length, device=device)).flatten()
+
+
+def _unpack(x: Tensor, at: slice | Tensor, n: int) -> Tensor:
+    return x[at].unflatten(0, (n, -1))
+
+
+def _without_autocast(device: torch.device) -> contextlib.AbstractContextManager:
+    """Autocast would turn the float32 products below it back into half precision."""
+    if torch.is_autocast_enabled(device.type):
+        return torch.autocast(device.type, enabled=False)
+    return contextlib.nullcontext()

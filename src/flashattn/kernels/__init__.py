@@ -1,0 +1,1 @@
+"""Device code. Imports triton, math and its own rooms only: nothing here knows PyTorch."""

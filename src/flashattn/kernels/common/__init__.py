@@ -1,0 +1,1 @@
+"""Mathematics and indexing shared, unchanged, by more than one kernel."""

@@ -1,0 +1,135 @@
+"""From the program id to rows of a sequence: the grid order, packed sequences, tile loads and stores.
+
+Everything runs on grid x. Offsets are 64-bit from the first multiplication on. A packed batch needs neither the longest length nor
+a prefix sum: sequence b owns the tile slots from cu[b] // BLOCK + b, which is always enough for its rows, and that map is monotone,
+so a program finds its sequence by bisection. The rows past cu[batch] form one more sequence, whose other side is empty: that is how
+they come out as zeros. Bad cumulative lengths are clamped into the tensor, so they can never reach outside it.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def program_tile(order):
+    """(tile, lane): inside a wave all lanes take tile 0, then all take tile 1, ..."""
+    pid = tl.program_id(0)
+    per_wave = order.tiles * order.wave
+    first = pid // per_wave * order.wave
+    rest = pid % per_wave
+    width = tl.minimum(order.lanes - first, order.wave)
+    return rest // width, first + rest % width
+
+
+@triton.jit
+def sequence_of_slot(slot, cu, batch, total, BLOCK: tl.constexpr):
+    """The last sequence b whose first slot cu[b] // BLOCK + b is not past `slot`; b = batch is the tail after all sequences."""
+    low = slot * 0
+    high = low + batch
+    while low < high:
+        middle = (low + high + 1) // 2
+        start = tl.minimum(tl.maximum(tl.load(cu + middle), 0), total)
+        if start // BLOCK + middle <= slot:
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+@triton.jit
+def packed_range(b, cu, batch, total):
+    """(first row, rows) of sequence b, clamped into [0, total]; the tail for b = batch."""
+    start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
+    end = tl.load(cu + b + 1, mask=b < batch, other=total)
+    end = tl.maximum(tl.minimum(end, total), start)
+    return start, end - start
+
+
+@triton.jit
+def locate(slot, lane, heads, mine, other, BLOCK: tl.constexpr, total_mine, total_other, batch, VARLEN: tl.constexpr):
+    """Where a program works: (tile, batch entry, head, first row and rows of its own side, first row and rows of the other side).
+
+    `mine` and `other` are the cumulative lengths of the side that the grid tiles and of the side that the loop walks.
+    """
+    if VARLEN:
+        head = lane
+        b = sequence_of_slot(slot, mine, batch, total_mine, BLOCK)
+        my_start, my_rows = packed_range(b, mine, batch, total_mine)
+        tile = slot - (my_start // BLOCK + b)
+        other_start, other_rows = packed_range(b, other, batch, total_other)
+        other_rows = tl.where(b < batch, other_rows, 0)
+        entry = b * 0
+    else:
+        head = lane % heads
+        entry = lane // heads
+        tile = slot
+        my_start = slot * 0
+        my_rows = my_start + total_mine
+        other_start = my_start
+        other_rows = my_start + total_other
+    return tile, entry, head, my_start, my_rows, other_start, other_rows
+
+
+@triton.jit
+def wide(x):
+    """64 bits, also of a Python int: the interpreter's loop variables are ints."""
+    return x + tl.full((), 0, tl.int64)
+
+
+@triton.jit
+def step(index, stride, ALIGN: tl.constexpr):
+    """index * stride in 64 bits. ALIGN (see Tile) keeps loads wide when a stride is no multiple of 16, the only divisor that Triton
+    looks for. The hint must sit on the product itself: on an argument it is lost in inlining, and on a sum when a term folds away.
+    """
+    offset = wide(index) * stride
+    if ALIGN > 1:  # a hint of 1 would make the compiler forget what it knows
+        offset = tl.multiple_of(offset, ALIGN)
+    return offset
+
+
+@triton.jit
+def rows_pointer(view, entry, head, row, ALIGN: tl.constexpr):
+    """Pointer to element 0 of a row."""
+    return view.ptr + (step(entry, view.stride_b, ALIGN) + step(head, view.stride_h, ALIGN) + step(row, view.stride_n, ALIGN))
+
+
+@triton.jit
+def tile_pointers(view, base, row, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the rows row, row + 1, ... after `base`. Built anew in each iteration: one multiply-add an address, no registers kept."""
+    offsets = (row + tl.arange(0, BLOCK)).to(tl.int64)[:, None] * view.stride_n
+    if ALIGN > 1:
+        offsets = tl.multiple_of(offsets, (ALIGN, ALIGN))
+    return base + offsets + tl.arange(0, BLOCK_DIM)[None, :]
+
+
+@triton.jit
+def load_tile(pointers, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, MASKED: tl.constexpr):
+    """A tile of which `rows` rows exist (read only when MASKED); what does not exist reads as zero."""
+    if MASKED:
+        keep = tl.arange(0, BLOCK)[:, None] < rows
+        if DIM != BLOCK_DIM:
+            keep = keep & (tl.arange(0, BLOCK_DIM)[None, :] < DIM)
+        tile = tl.load(pointers, mask=keep, other=0.0)
+    elif DIM != BLOCK_DIM:
+        tile = tl.load(pointers, mask=tl.arange(0, BLOCK_DIM)[None, :] < DIM, other=0.0)
+    else:
+        tile = tl.load(pointers)
+    return tile
+
+
+@triton.jit
+def load_row(pointer, rows, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    if MASKED:
+        values = tl.load(pointer + offs, mask=offs < rows, other=0.0)
+    else:
+        values = tl.load(pointer + offs)
+    return values
+
+
+@triton.jit
+def store_tile(pointers, tile, rows, DIM: tl.constexpr, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr):
+    keep = tl.arange(0, BLOCK)[:, None] < rows
+    if DIM != BLOCK_DIM:
+        keep = keep & (tl.arange(0, BLOCK_DIM)[None, :] < DIM)
+    tl.store(pointers, tile.to(pointers.dtype.element_ty), mask=keep)

@@ -1,0 +1,23 @@
+"""The score order, once, and its reverse: s = scale * q.k, then the keep-mask, then the softmax.
+
+The scale is not multiplied in here. Scores stay raw and the softmax takes exp2(s * scale_log2 - shift), one fused multiply-add an
+element, with scale_log2 = |scale| * log2(e) > 0 so that a maximum of raw scores is a maximum of scaled ones. A negative scale
+changes the sign of the raw score.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def score(qk, SPEC: tl.constexpr):
+    s = qk
+    if SPEC.negative_scale:
+        s = -s
+    return s
+
+
+@triton.jit
+def score_gradient(p, dp, delta):
+    """d loss / d (scaled score). The caller multiplies the finished dQ and dK by the signed scale."""
+    return p * (dp - delta)

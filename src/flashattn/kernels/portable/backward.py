@@ -1,0 +1,188 @@
+"""The backward in three passes without atomics, so that it is deterministic: delta, then dK and dV, then dQ.
+
+Legend: M query rows, N keys, D query/key dim, V value dim. Nothing but out and lse was kept: the probabilities of a tile are rebuilt
+as exp(score - lse). With dp = dO v^T and delta = rowsum(dO * out) - dlse, the gradient of a score is ds = p * (dp - delta) and
+    dV = p^T dO,   dK = scale * ds^T q,   dQ = scale * ds k.
+The gradient of lse enters through delta alone, because d lse / d score is p as well.
+Method: Dao et al. 2022 (FlashAttention), appendix B.4; Dao 2023 (FlashAttention-2), algorithm 2. The dK/dV pass works on transposed
+tiles [N, M], so that p^T and ds^T are left operands straight from registers.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.bounds import key_range, query_range
+from ..common.index import load_row, load_tile, locate, program_tile, rows_pointer, store_tile, tile_pointers
+from ..common.mask import keep_mask
+from ..common.score import score, score_gradient
+from ..common.softmax import LOG2E, probabilities
+from .profile import dkdv_metadata, dq_metadata
+
+
+@triton.jit
+def attn_bwd_delta(out, dout, dlse, delta, seqlens, order, TILE: tl.constexpr):
+    """delta = rowsum(dO * out) - dlse, fp32. `dlse` is None when no gradient came into lse."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_DV: tl.constexpr = TILE.block_dv
+    HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
+    tile, lane = program_tile(order)
+    head = lane % order.heads_q
+    entry = lane // order.heads_q
+    m0 = tile * BLOCK_M
+    rows = seqlens.q - m0
+    out_base = rows_pointer(out, entry, head, m0, TILE.align)
+    dout_base = rows_pointer(dout, entry, head, m0, TILE.align)
+    o_MV = load_tile(tile_pointers(out, out_base, 0, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+    do_MV = load_tile(tile_pointers(dout, dout_base, 0, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+    delta_M = tl.sum(o_MV.to(tl.float32) * do_MV.to(tl.float32), 1)
+    offs_m = tl.arange(0, BLOCK_M)
+    if dlse is not None:
+        delta_M -= load_row(rows_pointer(dlse, entry, head, m0, 1), rows, BLOCK_M, True)
+    tl.store(rows_pointer(delta, entry, head, m0, 1) + offs_m, delta_M, mask=offs_m < rows)
+
+
+@triton.jit
+def gather_dkdv(
+    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, first_head, group, q_start, rows_q, k_pos_N, diagonal, lo, full_lo, full_hi, hi,
+    scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_DV: tl.constexpr = TILE.block_dv
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
+    PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    steps = (hi - lo) // BLOCK_M
+    for i in tl.range(0, group * steps):
+        member = i // steps
+        head = first_head + member
+        m0 = lo + (i - member * steps) * BLOCK_M
+        rows = rows_q - m0
+        q_base = rows_pointer(q, entry, head, q_start, TILE.align)
+        q_MD = load_tile(tile_pointers(q, q_base, m0, BLOCK_M, BLOCK_D, TILE.align), rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
+        lse_M = load_row(rows_pointer(lse, entry, head, q_start + m0, 1), rows, BLOCK_M, SPEC.ragged)
+        s_NM = score(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), SPEC)
+        p_NM = probabilities(s_NM, (lse_M * LOG2E)[None, :], scale_log2)
+        if SPEC.ragged or SPEC.left or SPEC.right:
+            if (m0 < full_lo) | (m0 >= full_hi):
+                row_M = m0 + tl.arange(0, BLOCK_M)
+                keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], window, SPEC)
+                p_NM = tl.where(keep, p_NM, 0.0)
+        do_base = rows_pointer(dout, entry, head, q_start, TILE.align)
+        do_MV = load_tile(tile_pointers(dout, do_base, m0, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
+        if SPEC.need_dv:
+            dv_NV = tl.dot(p_NM.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
+        if SPEC.need_dk:
+            delta_M = load_row(rows_pointer(delta, entry, head, q_start + m0, 1), rows, BLOCK_M, SPEC.ragged)
+            dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
+            ds_NM = score_gradient(p_NM, dp_NM, delta_M[None, :])
+            dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
+    return dk_ND, dv_NV
+
+
+@triton.jit(launch_metadata=dkdv_metadata)
+def attn_bwd_dkdv(
+    q, k, v, dout, lse, delta, dk, dv, seqlens, order, scale, scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """dK and dV of one block of keys of one key/value head, summed over the query heads that read it. Not needed: None."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_DV: tl.constexpr = TILE.block_dv
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
+    slot, lane = program_tile(order)
+    tile, entry, head_kv, k_start, rows_k, q_start, rows_q = locate(
+        slot, lane, order.heads_kv, seqlens.cu_k, seqlens.cu_q, BLOCK_N, seqlens.k, seqlens.q, seqlens.batch, SPEC.varlen
+    )
+    n0 = tile * BLOCK_N
+    if n0 < rows_k:
+        diagonal = 0 if SPEC.top_left else rows_k - rows_q
+        group = order.heads_q // order.heads_kv
+        k_base = rows_pointer(k, entry, head_kv, k_start + n0, TILE.align)
+        k_ND = load_tile(tile_pointers(k, k_base, 0, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        v_NV = None
+        if SPEC.need_dk:
+            v_base = rows_pointer(v, entry, head_kv, k_start + n0, TILE.align)
+            v_NV = load_tile(tile_pointers(v, v_base, 0, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)
+        k_pos_N = n0 + tl.arange(0, BLOCK_N)
+        dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+        dv_NV = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        lo, full_lo, full_hi, hi = query_range(n0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
+        dk_ND, dv_NV = gather_dkdv(
+            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, head_kv * group, group, q_start, rows_q, k_pos_N, diagonal,
+            lo, full_lo, full_hi, hi, scale_log2, window, SPEC, TILE,
+        )  # fmt: skip
+        if SPEC.need_dk:
+            dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
+            store_tile(tile_pointers(dk, dk_base, 0, BLOCK_N, BLOCK_D, TILE.align), dk_ND * scale, rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D)
+        if SPEC.need_dv:
+            dv_base = rows_pointer(dv, entry, head_kv, k_start + n0, TILE.align)
+            store_tile(tile_pointers(dv, dv_base, 0, BLOCK_N, BLOCK_DV, TILE.align), dv_NV, rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+
+
+@triton.jit
+def gather_dq(
+    dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Add what the keys [lo, hi) give to dQ of a block of query rows."""
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_DV: tl.constexpr = TILE.block_dv
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
+    PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    for n0 in tl.range(lo, hi, BLOCK_N):
+        k_ND = load_tile(tile_pointers(k, k_base, n0, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
+        v_NV = load_tile(tile_pointers(v, v_base, n0, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
+        s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), SPEC)
+        p_MN = probabilities(s_MN, lse_log2_M[:, None], scale_log2)
+        if SPEC.ragged or SPEC.left or SPEC.right:
+            if (n0 < full_lo) | (n0 >= full_hi):
+                k_pos_N = n0 + tl.arange(0, BLOCK_N)
+                keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], window, SPEC)
+                p_MN = tl.where(keep, p_MN, 0.0)
+        dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
+        ds_MN = score_gradient(p_MN, dp_MN, delta_M[:, None])
+        dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
+    return dq_MD
+
+
+@triton.jit(launch_metadata=dq_metadata)
+def attn_bwd_dq(q, k, v, dout, lse, delta, dq, seqlens, order, scale, scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """dQ of one block of query rows of one head."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_DV: tl.constexpr = TILE.block_dv
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
+    tile, lane = program_tile(order)
+    slot = order.tiles - 1 - tile
+    tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
+        slot, lane, order.heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, seqlens.q, seqlens.k, seqlens.batch, SPEC.varlen
+    )
+    m0 = tile * BLOCK_M
+    if m0 < rows_q:
+        diagonal = 0 if SPEC.top_left else rows_k - rows_q
+        head_kv = head // (order.heads_q // order.heads_kv)
+        row = q_start + m0
+        q_base = rows_pointer(q, entry, head, row, TILE.align)
+        do_base = rows_pointer(dout, entry, head, row, TILE.align)
+        k_base = rows_pointer(k, entry, head_kv, k_start, TILE.align)
+        v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
+        q_MD = load_tile(tile_pointers(q, q_base, 0, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        do_MV = load_tile(tile_pointers(dout, do_base, 0, BLOCK_M, BLOCK_DV, TILE.align), rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+        lse_log2_M = load_row(rows_pointer(lse, entry, head, row, 1), rows_q - m0, BLOCK_M, True) * LOG2E
+        delta_M = load_row(rows_pointer(delta, entry, head, row, 1), rows_q - m0, BLOCK_M, True)
+        q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
+        dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
+        dq_MD = gather_dq(
+            dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window,
+            SPEC, TILE,
+        )  # fmt: skip
+        dq_base = rows_pointer(dq, entry, head, row, TILE.align)
+        store_tile(tile_pointers(dq, dq_base, 0, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)

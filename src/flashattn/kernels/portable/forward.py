@@ -1,0 +1,80 @@
+"""The forward: one program owns a block of query rows and walks the keys it can see with the online softmax.
+
+Legend: M query rows, N keys, D query/key dim, V value dim. q_MD stays on chip; k_ND and v_NV stream through; acc_MV is unnormalised.
+Method: Dao 2023 (FlashAttention-2), algorithm 1. The scores of a tile are the only thing of size M x N, and live in registers.
+"""
+
+import triton
+import triton.language as tl
+
+from ..common.bounds import key_range
+from ..common.index import load_tile, locate, program_tile, rows_pointer, store_tile, tile_pointers
+from ..common.mask import keep_mask
+from ..common.score import score
+from ..common.softmax import finish, softmax_step
+from .profile import forward_metadata
+
+
+@triton.jit
+def attend(
+    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask."""
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_DV: tl.constexpr = TILE.block_dv
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
+    MASKED: tl.constexpr = SPEC.ragged or SPEC.left or SPEC.right
+    PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    for n0 in tl.range(lo, hi, BLOCK_N):
+        k_ND = load_tile(tile_pointers(k, k_base, n0, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
+        s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), SPEC)
+        if MASKED:
+            if (n0 < full_lo) | (n0 >= full_hi):
+                k_pos_N = n0 + tl.arange(0, BLOCK_N)
+                s_MN = tl.where(keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], window, SPEC), s_MN, float("-inf"))
+        p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, MASKED)
+        v_NV = load_tile(tile_pointers(v, v_base, n0, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
+        acc_MV = tl.dot(p_MN.to(v_NV.dtype), v_NV, acc_MV * alpha_M[:, None], input_precision=PRECISION)
+    return acc_MV, m_M, l_M
+
+
+@triton.jit(launch_metadata=forward_metadata)
+def attn_fwd(q, k, v, out, lse, seqlens, order, scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr):
+    """out = softmax(scale * q k^T, masked) v and lse, for one block of rows of one head."""
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    BLOCK_D: tl.constexpr = TILE.block_d
+    BLOCK_DV: tl.constexpr = TILE.block_dv
+    HEAD_DIM: tl.constexpr = TILE.head_dim
+    HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
+    tile, lane = program_tile(order)
+    # under a causal mask the last rows have the most keys: start them first
+    slot = order.tiles - 1 - tile
+    tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
+        slot, lane, order.heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, seqlens.q, seqlens.k, seqlens.batch, SPEC.varlen
+    )
+    m0 = tile * BLOCK_M
+    if m0 < rows_q:
+        diagonal = 0 if SPEC.top_left else rows_k - rows_q
+        head_kv = head // (order.heads_q // order.heads_kv)
+        q_base = rows_pointer(q, entry, head, q_start + m0, TILE.align)
+        k_base = rows_pointer(k, entry, head_kv, k_start, TILE.align)
+        v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
+        q_MD = load_tile(tile_pointers(q, q_base, 0, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
+
+        acc_MV = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        l_M = tl.zeros([BLOCK_M], tl.float32)
+        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
+        acc_MV, m_M, l_M = attend(
+            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window, SPEC, TILE
+        )  # fmt: skip
+        out_MV, lse_M = finish(acc_MV, m_M, l_M, scale_log2)
+        out_base = rows_pointer(out, entry, head, q_start + m0, TILE.align)
+        store_tile(tile_pointers(out, out_base, 0, BLOCK_M, BLOCK_DV, TILE.align), out_MV, rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+        offs_m = tl.arange(0, BLOCK_M)
+        tl.store(rows_pointer(lse, entry, head, q_start + m0, 1) + offs_m, lse_M, mask=offs_m < rows_q - m0)

@@ -1,0 +1,191 @@
+"""Launches the portable kernels: outputs allocated, views and grids described, one call each.
+
+Both functions have the launcher's signature that every kernel shares. Outputs are contiguous in [batch, rows, heads, dim] whatever
+the strides of the inputs. The surprising fact: the grid of a packed batch has a few slots too many instead of a device
+synchronisation (see kernels/common/index.py).
+"""
+
+import math
+from contextlib import nullcontext
+
+import torch
+
+from ..dispatch.table import padded_head_dim, portable_config
+from ..kernels.portable.backward import attn_bwd_delta, attn_bwd_dkdv, attn_bwd_dq
+from ..kernels.portable.forward import attn_fwd
+from ..kernels.structs import Order, Seqlens, Spec, Tile, View, Window
+from ..problem import Problem
+
+WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
+SMALLEST_SCALE = 2.0**-100  # the kernels need a positive scale: -inf * 0 would be NaN
+
+
+def _device(tensor):
+    """Make the tensors' GPU the current one, if it isn't."""
+    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
+        return torch.cuda.device(tensor.device)
+    return nullcontext()
+
+
+def _rows(tensor):
+    """A View's strides go over [batch, rows, heads]; the last dimension must be contiguous and is copied if it isn't."""
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _view(tensor) -> View:
+    stride = tensor.stride()
+    return View(tensor, stride[0], stride[2], stride[1]) if tensor.dim() == 4 else View(tensor, 0, stride[1], stride[0])
+
+
+def _lse_view(tensor) -> View:
+    """[batch, heads, rows], or packed [heads, rows]."""
+    stride = tensor.stride()
+    return View(tensor, stride[0], stride[1], stride[2]) if tensor.dim() == 3 else View(tensor, 0, stride[0], stride[1])
+
+
+def _tile(problem: Problem, config, *views: View) -> Tile:
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    strides = [stride for view in views for stride in view[1:]]
+    return Tile(
+        m=config.block_m,
+        n=config.block_n,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
+        block_d=padded_head_dim(head_dim),
+        block_dv=padded_head_dim(head_dim_v),
+        align=math.gcd(16 // problem.itemsize, *strides),
+    )
+
+
+def _spec(problem: Problem, ragged: bool, need_dk=False, need_dv=False) -> Spec:
+    return Spec(
+        varlen=problem.varlen,
+        left=problem.window_left is not None,
+        right=problem.window_right is not None,
+        top_left=problem.top_left,
+        ragged=problem.varlen or ragged,
+        negative_scale=problem.softmax_scale < 0,
+        tf32=problem.tf32,
+        need_dk=need_dk,
+        need_dv=need_dv,
+    )
+
+
+def _order(problem: Problem, block: int, over_keys: bool) -> Order:
+    heads = problem.heads_kv if over_keys else problem.heads_q
+    if problem.varlen:
+        tiles = (problem.total_k if over_keys else problem.total_q) // block + problem.batch + 1
+        lanes, walked = heads, (problem.total_q if over_keys else problem.total_k)
+    else:
+        tiles = -(-(problem.seqlen_k if over_keys else problem.seqlen_q) // block)
+        lanes, walked = heads * problem.batch, (problem.seqlen_q if over_keys else problem.seqlen_k)
+    walked_bytes = max(1, walked * problem.itemsize * (problem.head_dim + problem.head_dim_v))
+    sharing = 1 if over_keys else problem.group
+    wave = max(1, WAVE_BYTES // walked_bytes) * sharing
+    return Order(tiles, lanes, min(wave, lanes), problem.heads_q, problem.heads_kv)
+
+
+def _seqlens(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> Seqlens:
+    if problem.varlen:
+        return Seqlens(cu_seqlens_q, cu_seqlens_k, problem.total_q, problem.total_k, problem.batch)
+    return Seqlens(None, None, problem.seqlen_q, problem.seqlen_k, problem.batch)
+
+
+def _window(problem: Problem) -> Window:
+    return Window(problem.window_left or 0, problem.window_right or 0)
+
+
+def _scale_log2(problem: Problem) -> float:
+    return max(abs(problem.softmax_scale) * math.log2(math.e), SMALLEST_SCALE)
+
+
+def _options(config) -> dict:
+    return dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+
+
+def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
+    """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
+    order = _order(problem, config.block_m, over_keys=False)
+    views = _view(q), _view(k), _view(v), _view(out)
+    spec, tile = _spec(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views)
+    seqlens = _seqlens(problem, cu_seqlens_q, cu_seqlens_k)
+    args = (*views, _lse_view(lse), seqlens, order, _scale_log2(problem), _window(problem), spec, tile)
+    return attn_fwd, (order.tiles * order.lanes,), args, _options(config)
+
+
+def delta_launch(problem: Problem, config, out, dout, dlse, delta):
+    rows = problem.total_q if problem.varlen else problem.seqlen_q
+    lanes = problem.heads_q * (1 if problem.varlen else problem.batch)
+    order = Order(-(-rows // config.block_m), lanes, lanes, problem.heads_q, problem.heads_kv)
+    views = _view(out), _view(dout)
+    dlse_view = None if dlse is None else _lse_view(dlse)
+    args = (*views, dlse_view, _lse_view(delta), Seqlens(None, None, rows, rows, problem.batch), order, _tile(problem, config, *views))
+    return attn_bwd_delta, (order.tiles * lanes,), args, _options(config)
+
+
+def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k):
+    """dk or dv may be None; v and delta are used for dk alone."""
+    order = _order(problem, config.block_n, over_keys=True)
+    tensors = (q, k, v if dk is not None else None, dout)
+    views = [None if tensor is None else _view(tensor) for tensor in tensors]
+    gradients = [None if tensor is None else _view(tensor) for tensor in (dk, dv)]
+    delta_view = None if dk is None else _lse_view(delta)
+    spec = _spec(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
+    tile = _tile(problem, config, *[view for view in (*views, *gradients) if view is not None])
+    args = (
+        *views, _lse_view(lse), delta_view, *gradients, _seqlens(problem, cu_seqlens_q, cu_seqlens_k), order,
+        problem.softmax_scale, _scale_log2(problem), _window(problem), spec, tile,
+    )  # fmt: skip
+    return attn_bwd_dkdv, (order.tiles * order.lanes,), args, _options(config)
+
+
+def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k):
+    order = _order(problem, config.block_m, over_keys=False)
+    views = _view(q), _view(k), _view(v), _view(dout)
+    dq_view = _view(dq)
+    spec, tile = _spec(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views, dq_view)
+    args = (
+        *views, _lse_view(lse), _lse_view(delta), dq_view, _seqlens(problem, cu_seqlens_q, cu_seqlens_k), order,
+        problem.softmax_scale, _scale_log2(problem), _window(problem), spec, tile,
+    )  # fmt: skip
+    return attn_bwd_dq, (order.tiles * order.lanes,), args, _options(config)
+
+
+def _run(kernel, grid, args, options):
+    if grid[0] > 0:
+        kernel[grid](*args, **options)
+
+
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
+    """(out, lse) of attention."""
+    q, k, v = _rows(q), _rows(k), _rows(v)
+    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
+    rows = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    with _device(q):
+        _run(*forward_launch(problem, portable_config(problem, "forward"), q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k))
+    return out, lse
+
+
+def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
+    """(dq, dk, dv), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None."""
+    need_dq, need_dk, need_dv = needs
+    q, k = _rows(q), _rows(k)
+    v = v if v is None else _rows(v)
+    dout = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device) if dout is None else _rows(dout)
+    empty = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # contiguous, whatever the strides
+    delta = dq = dk = dv = None
+    with _device(q):
+        if need_dq or need_dk:
+            delta = torch.empty_like(lse)
+            dlse = dlse if dlse is None or dlse.stride(-1) == 1 else dlse.contiguous()
+            _run(*delta_launch(problem, portable_config(problem, "delta"), _rows(out), dout, dlse, delta))
+        if need_dk or need_dv:
+            dk = empty(k) if need_dk else None
+            dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device) if need_dv else None
+            config = portable_config(problem, "dkdv")
+            _run(*dkdv_launch(problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k))
+        if need_dq:
+            dq = empty(q)
+            _run(*dq_launch(problem, portable_config(problem, "dq"), q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k))
+    return dq, dk, dv

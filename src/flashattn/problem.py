@@ -1,0 +1,102 @@
+"""A call to attention, described without tensors.
+
+A `Problem` is frozen and hashable, so choosing a kernel for it is a pure function that can be cached and tested without a GPU.
+Everything that two spellings of a call have in common is settled here, once: `causal=True` *is* the window `(None, 0)`, a window
+that reaches past every key *is* no window, so kernels know one mask: two optional limits around one diagonal.
+
+The surprising fact: with unequal lengths the diagonal ends in the bottom-right corner (query i sees keys up to
+i + seqlen_k - seqlen_q), as in FlashAttention >= 2.1 and unlike `scaled_dot_product_attention(is_causal=True)`.
+"""
+
+import math
+from dataclasses import dataclass
+
+DTYPES = ("float16", "bfloat16", "float32")
+MAX_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One attention call. Lengths of a packed (`varlen`) call are totals of rows; `seqlen_*` are then upper bounds of one sequence.
+
+    window_left, window_right: how far left and right of the diagonal a query sees; None is without limit, 0 the diagonal itself.
+    top_left: the diagonal is j = i; otherwise j = i + seqlen_k - seqlen_q (of each sequence).
+    """
+
+    dtype: str
+    batch: int
+    seqlen_q: int
+    seqlen_k: int
+    heads_q: int
+    heads_kv: int
+    head_dim: int
+    head_dim_v: int
+    softmax_scale: float
+    window_left: int | None = None
+    window_right: int | None = None
+    top_left: bool = False
+    varlen: bool = False
+    total_q: int = 0
+    total_k: int = 0
+    deterministic: bool = False
+    tf32: bool = False
+    device: str = "cuda"
+    capability: tuple[int, int] | None = None
+    interpret: bool = False
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def itemsize(self) -> int:
+        return 4 if self.dtype == "float32" else 2
+
+    def diagonal(self) -> int:
+        """Column of the diagonal in query row 0 (dense calls; in packed ones each sequence has its own)."""
+        return 0 if self.top_left else self.seqlen_k - self.seqlen_q
+
+
+def default_scale(head_dim: int) -> float:
+    return 1.0 / math.sqrt(head_dim)
+
+
+def canonical_window(
+    causal: bool | str, window: tuple[int | None, int | None] | None
+) -> tuple[int | None, int | None, bool]:
+    """(causal, window) as the caller writes them -> (window_left, window_right, top_left) as the kernels read them."""
+    left, right = (None, None) if window is None else window
+    if causal:
+        right = 0 if right is None else min(right, 0)
+    return left, right, causal == "top-left"
+
+
+def reachable_window(
+    left: int | None, right: int | None, top_left: bool, rows_q: int, rows_k: int
+) -> tuple[int | None, int | None]:
+    """The window without the limits that cut nothing off; `rows_*` may be upper bounds. What is left fits 32 bits."""
+    reach_left, reach_right = (rows_q, rows_k) if top_left else (rows_k, rows_q)
+    left = None if left is None or left >= reach_left - 1 else left
+    right = None if right is None or right >= reach_right - 1 else right
+    return left, right
+
+
+def kept_pairs(problem: Problem) -> int:
+    """Number of (query, key) pairs that the mask keeps, in one head of one batch entry: exact, in closed form.
+
+    Row i keeps the keys j with max(0, i + d - left) <= j <= min(seqlen_k - 1, i + d + right); the two clipped ends are sums of
+    arithmetic progressions.
+    """
+    sq, sk, diagonal = problem.seqlen_q, problem.seqlen_k, problem.diagonal()
+
+    def clipped_sum(first: int) -> int:
+        """sum over i in [0, sq) of clip(first + i, 0, sk)"""
+        rising_from = min(max(-first, 0), sq)
+        rising_to = min(max(sk - first, rising_from), sq)
+        steps = rising_to - rising_from
+        return steps * first + (rising_from + rising_to - 1) * steps // 2 + (sq - rising_to) * sk
+
+    ends = sq * sk if problem.window_right is None else clipped_sum(diagonal + problem.window_right + 1)
+    starts = 0 if problem.window_left is None else clipped_sum(diagonal - problem.window_left)
+    return ends - starts  # left and right are >= 0, so no row ends before it starts

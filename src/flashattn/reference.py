@@ -1,0 +1,156 @@
+"""The oracle: attention as the formula reads, with the whole score matrix in memory.
+
+Nothing here is clever, so that it can be trusted: torch operations in the dtype of the inputs, gradients by autograd. In float64 it is
+the truth that every kernel is measured against; the same function in bfloat16 is the peer whose error sets the tolerance.
+
+Legend of the einsum letters: b batch, h head, i query row, j key row, d head_dim, e head_dim_v.
+
+The surprising fact: masking with -inf is right for the outputs and wrong for the gradients. A row without keys would be softmax of all
+-inf, which is NaN, and 0 * NaN is NaN in every gradient that the row touches. So such a row gets finite scores first, and its results
+are overwritten afterwards: `masked_fill` passes no gradient back through what it overwrites, not even one that is NaN itself.
+"""
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from einops import einsum, rearrange, repeat
+from torch import Tensor
+
+from flashattn.problem import canonical_window, default_scale
+
+
+def online_softmax(scores: Iterable[float], values: Iterable[Any]) -> Iterator[tuple[float, float, Any]]:
+    """Softmax-weighted sum of a stream, one (score, value) at a time; yields the state (m, l, o) after each.
+
+    After scores s_1 ... s_t and values v_1 ... v_t
+
+        m = max s_j        l = sum e^(s_j - m)        o = sum e^(s_j - m) v_j
+
+    so that o / l is softmax(s) . v and m + ln l is ln sum e^(s_j), over what has been seen so far. A new score s keeps this true with
+
+        m' = max(m, s)     l' = l e^(m - m') + e^(s - m')     o' = o e^(m - m') + e^(s - m') v
+
+    No exponent is ever positive, so nothing overflows, and nothing seen earlier is needed again: the memory does not grow with the
+    stream. That is why attention needs no T x T matrix. The kernels take a tile of keys a step where this takes one key.
+
+        scores            1.0       3.0       2.0       3.5
+        values            1         2         3         4
+        e^(m - m')        -         0.1353    1         0.6065     a new maximum shrinks all that was summed before
+        e^(s - m')        1         1         0.3679    1
+        m                 1.0       3.0       3.0       3.5
+        l                 1         1.1353    1.5032    1.9117
+        o                 1         2.1353    3.2390    5.9645     5.9645 / 1.9117 = 3.1199, the attention output
+
+    >>> for m, l, o in online_softmax([1.0, 3.0, 2.0, 3.5], [1, 2, 3, 4]):
+    ...     print(f"m {m:.1f}  l {l:.4f}  o {o:.4f}  o/l {o / l:.4f}")
+    m 1.0  l 1.0000  o 1.0000  o/l 1.0000
+    m 3.0  l 1.1353  o 2.1353  o/l 1.8808
+    m 3.0  l 1.5032  o 3.2390  o/l 2.1547
+    m 3.5  l 1.9117  o 5.9645  o/l 3.1199
+
+    scores: real numbers, natural units; -inf is a masked key. values: as many numbers, or vectors of one shape (anything with + and *).
+    m and l are floats, o is unnormalised and of the kind of the values. Until a key that is not masked comes, the state is
+    (-inf, 0.0, 0.0). Raises ValueError when one stream ends before the other.
+
+    Source: Milakov and Gimelshein, Online normalizer calculation for softmax (2018), section 3, for m and l; Dao et al., FlashAttention
+    (2022), section 3.1, for o beside them; Dao, FlashAttention-2 (2023), section 3.1.1, for leaving o unnormalised until the end.
+    """
+    m, l, o = -math.inf, 0.0, 0.0
+    for score, value in zip(scores, values, strict=True):
+        score = float(score)
+        if score != -math.inf:
+            m_new = max(m, score)
+            rescale, weight = math.exp(m - m_new), math.exp(score - m_new)
+            m, l, o = m_new, l * rescale + weight, o * rescale + weight * value
+        yield m, l, o
+
+
+def keep_mask(seqlen_q: int, seqlen_k: int, *, causal=False, window=None, device=None) -> Tensor:
+    """bool [seqlen_q, seqlen_k], True where query i attends to key j: i + d - left <= j <= i + d + right.
+
+    The diagonal d is seqlen_k - seqlen_q, or 0 with causal="top-left"; `causal` caps right at 0. A limit of None is no limit.
+    """
+    left, right, top_left = canonical_window(causal, window)
+    i = torch.arange(seqlen_q, device=device)[:, None] + (0 if top_left else seqlen_k - seqlen_q)
+    j = torch.arange(seqlen_k, device=device)
+    keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
+    if left is not None:
+        keep &= j >= i - left
+    if right is not None:
+        keep &= j <= i + right
+    return keep
+
+
+def attention_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    layout: str = "bshd",
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """out_i = sum_j p_ij v_j,   p_ij = e^(s_ij - lse_i),   lse_i = ln sum_j e^(s_ij),   s_ij = scale q_i . k_j over the kept keys j.
+
+    A row without keys gives out 0, lse -inf and exactly zero gradients.
+
+    q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, head_dim_v]; with
+    layout="bhsd" the two middle dimensions are swapped. Query head h reads key/value head h // (heads_q // heads_kv).
+    causal: False, True (bottom-right) or "top-left"; window: (left, right), see `keep_mask`. softmax_scale: default 1 / sqrt(head_dim).
+    Returns out [batch, seqlen_q, heads_q, head_dim_v] (in the order of `layout`) and with return_lse also lse, natural logarithm,
+    [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed, and both are differentiable any number of times.
+
+    Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1.
+    """
+    if layout == "bhsd":
+        q, k, v = (rearrange(x, "b h s d -> b s h d") for x in (q, k, v))
+    group = q.shape[2] // k.shape[2]
+    k, v = (repeat(x, "b s h d -> b s (h g) d", g=group) for x in (k, v))
+    scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
+
+    keep = keep_mask(q.shape[1], k.shape[1], causal=causal, window=window, device=q.device)
+    empty = ~keep.any(dim=-1)
+    scores = einsum(q, k, "b i h d, b j h d -> b h i j") * scale
+    scores = scores.masked_fill(~keep, -math.inf).masked_fill(empty[:, None], 0.0)
+    p = scores.softmax(dim=-1)
+    out = einsum(p, v, "b h i j, b j h e -> b i h e").masked_fill(empty[:, None, None], 0.0)
+    if layout == "bhsd":
+        out = rearrange(out, "b s h e -> b h s e")
+    if not return_lse:
+        return out
+    return out, scores.logsumexp(dim=-1).masked_fill(empty, -math.inf)
+
+
+def attention_varlen_reference(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | list[int],
+    cu_seqlens_k: Tensor | list[int],
+    *,
+    causal: bool | str = False,
+    window: tuple[int | None, int | None] | None = None,
+    softmax_scale: float | None = None,
+    return_lse: bool = False,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Packed sequences, each alone: rows cu_seqlens_q[n] : cu_seqlens_q[n + 1] of q see rows cu_seqlens_k[n] : cu_seqlens_k[n + 1] of k, v.
+
+    q [total_q, heads_q, head_dim], k [total_k, heads_kv, head_dim], v [total_k, heads_kv, head_dim_v]; options as in
+    `attention_reference`, the diagonal being each sequence's own. Returns out [total_q, heads_q, head_dim_v] and with return_lse also
+    lse [heads_q, total_q]. Rows past the last cu_seqlens give out 0, lse -inf and zero gradients whatever they hold.
+    """
+    cu_q, cu_k = (torch.as_tensor(cu).tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
+    outs, lses = [], []
+    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        alone = (x[None, a:b] for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
+        out, lse = attention_reference(*alone, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=True)
+        outs.append(out[0])
+        lses.append(lse[0])
+    tail = q.shape[0] - cu_q[-1]
+    out = torch.cat([*outs, q.new_zeros(tail, q.shape[1], v.shape[-1])])
+    lse = torch.cat([*lses, q.new_full((q.shape[1], tail), -math.inf)], dim=-1)
+    return (out, lse) if return_lse else out

@@ -1,0 +1,62 @@
+"""The operators `flashattn::attn_fwd` and `flashattn::attn_bwd`: schemas, implementation, fake kernels.
+
+An operator takes tensors in [batch, rows, heads, dim] order, or packed [rows, heads, dim] with cumulative lengths, and plain numbers.
+Implementations are chosen at run time, behind the schema, so torch.compile sees two opaque calls. The surprising fact: an operator
+can't return "no tensor", so a gradient that was not asked for comes back as an empty one-dimensional tensor.
+"""
+
+import torch
+
+from ..checks import check_cu_seqlens_values
+from ..dispatch.select import launcher, select
+from .describe import describe
+
+LIBRARY = torch.library.Library("flashattn", "DEF")
+_OPTIONS = (
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, "
+    "SymInt? window_left, SymInt? window_right, bool top_left, bool deterministic, str? impl"
+)
+LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+LIBRARY.define(
+    f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {_OPTIONS}, "
+    "bool need_dq, bool need_dk, bool need_dv) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _attn_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
+    *options, impl = rest
+    if cu_seqlens_q is not None:
+        check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+    return launcher(select(problem, impl).launch).forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k)
+
+
+def _attn_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
+    *options, impl, need_dq, need_dk, need_dv = rest
+    problem = describe(q, k, head_dim_v, *options)
+    cu_seqlens_q, cu_seqlens_k = options[:2]
+    backward = launcher(select(problem, impl).launch).backward
+    gradients = backward(problem, (need_dq, need_dk, need_dv), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
+
+
+def _fake_fwd(q, k, v, cu_seqlens_q, *rest):
+    out = q.new_empty((*q.shape[:-1], v.shape[-1]))
+    rows = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
+    return out, q.new_empty(rows, dtype=torch.float32)
+
+
+def _fake_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
+    need_dq, need_dk, need_dv = rest[-3:]
+    return (
+        q.new_empty(q.shape if need_dq else (0,)),
+        k.new_empty(k.shape if need_dk else (0,)),
+        k.new_empty((*k.shape[:-1], head_dim_v) if need_dv else (0,)),
+    )
+
+
+LIBRARY.impl("attn_fwd", _attn_fwd, "CompositeExplicitAutograd")
+LIBRARY.impl("attn_bwd", _attn_bwd, "CompositeExplicitAutograd")
+torch.library.register_fake("flashattn::attn_fwd", _fake_fwd, lib=LIBRARY)
+torch.library.register_fake("flashattn::attn_bwd", _fake_bwd, lib=LIBRARY)

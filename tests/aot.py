@@ -1,0 +1,206 @@
+"""Compiles Triton kernels for GPUs that this machine doesn't have, and reads what the compiler made of them.
+
+`JITFunction.warmup` needs a driver only to learn the target, so a driver that knows nothing else is enough, down to a cubin.
+A `Job` names a function by its dotted path, so that it can be sent to a worker process; `CompilePool` keeps one worker per core.
+
+The surprising fact: Triton decides when a kernel is *defined* whether the interpreter will run it. A process with TRITON_INTERPRET=1 can
+never compile, so the work is done in spawned processes that drop the variable before they import Triton. This module must therefore
+not import Triton, nor anything that does, when it is loaded.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+import time
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+
+# Most shared memory that one block may have, in bytes (CUDA C++ Programming Guide, table of compute capabilities).
+SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
+TENSOR_MEMORY_COLUMNS = 512  # of an SM with tensor memory (compute capability 10.0); Triton counts in the same unit
+
+
+@dataclass(frozen=True)
+class Job:
+    """One kernel to compile: `build`, "package.module.function", is called with `args` and returns (kernel, arguments, options).
+
+    arguments: as for a launch; tensors may be on the CPU or on "meta" (only dtype and alignment are looked at), or a dtype may stand
+    for a pointer. options: keyword arguments of the launch, constexprs and num_warps alike. cc: compute capability, 90 for sm_90.
+    """
+
+    build: str
+    args: tuple
+    cc: int
+
+    def __str__(self):
+        return f"sm_{self.cc}-{self.build.rpartition('.')[2]}-{'-'.join(map(str, self.args))}"
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel. Bytes but for `registers`, of one thread, and `tensor_memory`, in columns.
+
+    `stack` is the memory of a thread that is not in registers: everything spilled, and arrays that are indexed at run time.
+    """
+
+    name: str
+    cc: int
+    registers: int
+    stack: int
+    spill_stores: int
+    spill_loads: int
+    shared: int
+    tensor_memory: int
+    num_warps: int
+    seconds: float
+
+    @property
+    def shared_limit(self) -> int:
+        return SHARED_MEMORY[self.cc]
+
+    def problems(self) -> list[str]:
+        """Why this kernel must not be shipped for this GPU; empty when it may."""
+        found = []
+        if self.shared > self.shared_limit:
+            found.append(f"{self.name} on sm_{self.cc} needs {self.shared} bytes of shared memory of {self.shared_limit}")
+        if self.tensor_memory > TENSOR_MEMORY_COLUMNS:
+            found.append(f"{self.name} on sm_{self.cc} needs {self.tensor_memory} columns of tensor memory of {TENSOR_MEMORY_COLUMNS}")
+        if self.stack or self.spill_stores or self.spill_loads:
+            spills = f"{self.spill_stores} bytes of spill stores, {self.spill_loads} of spill loads"
+            found.append(f"{self.name} on sm_{self.cc} has a stack of {self.stack} bytes ({spills})")
+        return found
+
+
+def compile_here(job: Job) -> Compiled:
+    """Compile in this process, which must be able to (no interpreter), and measure."""
+    import triton
+
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET is set: this process can only interpret; compile through a CompilePool")
+    triton.runtime.driver.set_active(_driver(job.cc))
+    module, _, name = job.build.rpartition(".")
+    kernel, args, options = getattr(import_module(module), name)(*job.args)
+    started = time.perf_counter()
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    seconds = time.perf_counter() - started
+    registers, stack = _resources(compiled.asm["cubin"])
+    stores, loads = _spills(compiled.asm["ptx"], job.cc, compiled.metadata) if stack else (0, 0)
+    metadata = compiled.metadata
+    tensor_memory = getattr(metadata, "tmem_size", None) or 0
+    return Compiled(
+        metadata.name, job.cc, registers, stack, stores, loads, metadata.shared, tensor_memory, metadata.num_warps, round(seconds, 2)
+    )
+
+
+def _driver(cc: int):
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.driver import DriverBase
+
+    class TargetOnly(DriverBase):
+        """A driver with a target and no device. Kernels cache what they compiled by device, so each target is its own device."""
+
+        def get_current_target(self):
+            return GPUTarget("cuda", cc, 32)
+
+        def get_current_device(self):
+            return cc
+
+        def get_current_stream(self, device):
+            return 0
+
+        def get_active_torch_device(self):
+            raise RuntimeError("there is no device: this driver only compiles")
+
+        def get_benchmarker(self):
+            raise RuntimeError("there is no device: this driver only compiles")
+
+        def map_python_to_cpp_type(self, ty):
+            return ty
+
+        @classmethod
+        def is_active(cls):
+            return True
+
+    return TargetOnly()
+
+
+def _resources(cubin: bytes) -> tuple[int, int]:
+    """(registers, stack bytes) of the most demanding function in the cubin."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.cubin")
+        path.write_bytes(cubin)
+        text = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"REG:(\d+) STACK:(\d+)", text)
+    if not found:
+        raise RuntimeError(f"no resource usage in what cuobjdump printed: {text!r}")
+    return max(int(registers) for registers, _ in found), max(int(stack) for _, stack in found)
+
+
+def _spills(ptx: str, cc: int, metadata) -> tuple[int, int]:
+    """(bytes of spill stores, of spill loads), by assembling the PTX once more with ptxas -v: only worth it when there is a stack."""
+    from triton.backends.nvidia.compiler import get_ptxas
+
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "kernel.ptx")
+        path.write_text(ptx)
+        arch = f"sm_{cc}a" if cc >= 90 else f"sm_{cc}"
+        fused = [] if metadata.enable_fp_fusion else ["--fmad=false"]
+        command = [get_ptxas(cc).path, "-v", "-lineinfo", *fused, f"--gpu-name={arch}", path, "-o", Path(folder, "kernel.cubin")]
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    stores, loads = (re.findall(rf"(\d+) bytes spill {kind}", text) for kind in ("stores", "loads"))
+    return max(map(int, stores), default=0), max(map(int, loads), default=0)
+
+
+def _start_worker():
+    """Runs first in a worker, before anything can import Triton. One thread each: there is a worker for every core."""
+    os.environ.pop("TRITON_INTERPRET", None)
+    os.environ["OMP_NUM_THREADS"] = "1"
+
+
+class CompilePool:
+    """Workers that compile jobs side by side. Submit all jobs before waiting for the first, or only one core works."""
+
+    def __init__(self, workers: int | None = None):
+        self._workers = workers or os.cpu_count() or 1
+        self._futures: dict[Job, Future] = {}
+        self._pool = self._start(self._workers)
+
+    @staticmethod
+    def _start(workers: int) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(workers, mp_context=get_context("spawn"), initializer=_start_worker)
+
+    def submit(self, job: Job) -> None:
+        """Start compiling, unless this job was submitted before."""
+        if job not in self._futures:
+            try:
+                self._futures[job] = self._pool.submit(compile_here, job)
+            except BrokenProcessPool as error:
+                self._futures[job] = Future()
+                self._futures[job].set_exception(error)
+
+    def result(self, job: Job) -> Compiled:
+        """Wait for the job. Raises what its compilation raised."""
+        self.submit(job)
+        try:
+            return self._futures[job].result()
+        except BrokenProcessPool:
+            return self._alone(job)
+
+    def _alone(self, job: Job) -> Compiled:
+        """A compiler that crashes takes the whole pool along: compile each unfinished job in a process of its own to find which it is."""
+        with self._start(1) as pool:
+            try:
+                return pool.submit(compile_here, job).result()
+            except BrokenProcessPool as error:
+                raise RuntimeError(f"the compiler crashed on {job}") from error
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)

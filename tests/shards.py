@@ -1,0 +1,37 @@
+"""Which of the collected tests run in this process: `--shard i/n` takes every n-th, `--no-big` leaves the big ones out.
+
+n processes with the shards 1/n ... n/n run each test exactly once. They share one GPU and its memory: what they share out is the
+compilation of the kernels, which takes a CPU core each and most of the time. conftest.py takes the two hooks over.
+"""
+
+import re
+
+import pytest
+
+
+def pytest_addoption(parser):
+    group = parser.getgroup("flashattn")
+    group.addoption("--shard", type=_shard, metavar="I/N", help="run only the I-th of N equal parts of the selected tests")
+    group.addoption("--no-big", action="store_true", help="leave out the tests that need tens of gigabytes of GPU memory")
+
+
+def _shard(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"(\d+)/(\d+)", text)
+    if not match or not 1 <= int(match[1]) <= int(match[2]):
+        raise pytest.UsageError(f"--shard takes I/N with 1 <= I <= N, not {text!r}")
+    return int(match[1]), int(match[2])
+
+
+@pytest.hookimpl(trylast=True)  # after -m and -k, so that the parts of what they leave are equal
+def pytest_collection_modifyitems(config, items):
+    kept = list(items)
+    if config.getoption("--no-big"):
+        kept = [item for item in kept if not item.get_closest_marker("big")]
+    if config.getoption("--shard"):
+        index, count = config.getoption("--shard")
+        order = sorted(range(len(kept)), key=lambda i: (kept[i].nodeid, i))
+        kept = [kept[i] for i in sorted(order[index - 1 :: count])]
+    if len(kept) < len(items):
+        chosen = set(map(id, kept))
+        config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
+        items[:] = kept

@@ -1,0 +1,283 @@
+"""What the numerical tests share: inputs, one run through any implementation, and the comparison with the oracle.
+
+    data = dense(113, 203, heads=6, heads_kv=2, dim=72, dtype=torch.bfloat16, device=device, seed=0)
+    check(data, impl, causal=True)                      # out, lse, dq, dk and dv against flashattn.reference
+
+The tolerance is derived, not tuned. An implementation may be off by twice what plain attention in the same dtype is off by (1.5 times in
+the root mean square), plus one rounding of the result, plus the float32 roundoff of what cancels inside it: see `tolerance`.
+
+The surprising fact is that last term. With one key dq is exactly zero, so is the peer's error, and an allowance made of the two is
+zero as well; but a kernel subtracts rowsum(dout * out) from dout . v, equal numbers that it summed in different orders. What float32
+does to a difference is measured by what was subtracted, not by what is left.
+"""
+
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from flashattn import attention, attention_varlen
+from flashattn.reference import attention_reference, attention_varlen_reference
+from inputs import STRIDES, Data, dense, packed
+
+__all__ = [
+    "DTYPES", "STRIDES", "WHERE", "WHERE_DTYPE", "Data", "Expected", "Results",
+    "assert_close_to_oracle", "check", "compare", "dense", "expect", "packed", "run", "same_bits", "tolerance",
+]  # fmt: skip
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+EPS32 = torch.finfo(torch.float32).eps
+BUDGET = {"cpu": 1 << 30, "cuda": 8 << 30}  # bytes for the score matrices of the reference
+
+# (impl, device): `@pytest.mark.parametrize("impl, device", WHERE)` runs a test everywhere this machine can.
+WHERE = [
+    pytest.param("eager", "cpu", id="eager-cpu"),
+    pytest.param("portable", "cpu", marks=pytest.mark.interpret, id="portable-interpreter"),
+    pytest.param("portable", "cuda", marks=pytest.mark.gpu, id="portable-cuda"),
+]
+# (impl, device, dtype). No bfloat16 in the interpreter: it keeps the numbers as 16-bit integers and its dot multiplies those (3.6 and 3.9).
+WHERE_DTYPE = [
+    pytest.param(*where.values, dtype, marks=where.marks, id=f"{where.id}-{str(dtype).removeprefix('torch.')}")
+    for where in WHERE
+    for dtype in DTYPES
+    if where.id != "portable-interpreter" or dtype != torch.bfloat16
+]
+
+
+# ------------------------------------------------------------------------------------------------------------------------- runs
+
+
+class Results(NamedTuple):
+    """What a call gave, in the order [batch, rows, heads, dim] whatever its layout; a gradient not asked for is None."""
+
+    out: Tensor
+    lse: Tensor
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+
+
+def run(data: Data, impl: str | None, *, grads="qkv", lse_grad=True, layout="bshd", **options) -> Results:
+    """attention or attention_varlen, forward and, for the inputs named in `grads`, backward."""
+    inputs = [getattr(data, name).detach().requires_grad_(name in grads) for name in "qkv"]
+    if data.packed:
+        out, lse = attention_varlen(*inputs, data.cu_q, data.cu_k, impl=impl, return_lse=True, **options)
+    elif layout == "bhsd":
+        out, lse = attention(*(x.transpose(1, 2) for x in inputs), impl=impl, return_lse=True, layout=layout, **options)
+        out = out.transpose(1, 2)
+    else:
+        out, lse = attention(*inputs, impl=impl, return_lse=True, layout=layout, **options)
+    return Results(out.detach(), lse.detach(), *_gradients(out, lse, data.dout, data.dlse if lse_grad else None, inputs))
+
+
+def _gradients(out, lse, dout, dlse, inputs) -> list[Tensor | None]:
+    wanted = [x for x in inputs if x.requires_grad]
+    if not wanted:
+        return [None] * len(inputs)
+    outputs, cotangents = ([out, lse], [dout, dlse.to(lse.dtype)]) if dlse is not None and lse.requires_grad else ([out], [dout])
+    found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True, materialize_grads=True))
+    return [next(found) if x.requires_grad else None for x in inputs]
+
+
+def same_bits(a: Results, b: Results) -> bool:
+    return all((x is None and y is None) or torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ----------------------------------------------------------------------------------------------------------------------- oracle
+
+
+class Expected(NamedTuple):
+    """The oracle in float64, its low-precision peer, and for each result what its float32 roundoff is relative to (see `_magnitude`).
+
+    empty: [.., heads, rows], queries without a key. unseen: [.., rows of k, 1], keys that no query sees.
+    """
+
+    oracle: Results
+    peer: Results
+    magnitude: Results
+    empty: Tensor
+    unseen: Tensor
+
+
+def expect(data: Data, *, grads="qkv", lse_grad=True, peer_dtype=None, **options) -> Expected:
+    """Run the reference on `data`, a few heads at a time, so that score matrices take no more than a few gigabytes."""
+    dtype = peer_dtype or data.q.dtype
+    oracle = _reference(data, torch.float64, grads, lse_grad, options)
+    peer = _reference(data, dtype, grads, lse_grad, options)
+    # lse is float32 whatever the inputs, so it is measured against what float32 makes of the same inputs
+    lse = _reference(data, torch.float32, "", False, options).lse if dtype != torch.float32 else peer.lse
+    magnitude = _magnitude(data, grads, lse_grad, options)
+    return Expected(oracle, peer._replace(lse=lse), magnitude, oracle.lse == -torch.inf, _unseen(data, options))
+
+
+def _attend(data: Data, q, k, v, options):
+    if data.packed:
+        return attention_varlen_reference(q, k, v, data.cu_q, data.cu_k, return_lse=True, **options)
+    return attention_reference(q, k, v, return_lse=True, **options)
+
+
+def _pieces(data: Data, itemsize: int) -> Iterator[tuple[Data, slice, slice, slice]]:
+    """(data of a piece, its batch entries, its query heads, its key/value heads): the largest pieces that fit."""
+    heads, heads_kv = data.q.shape[-2], data.k.shape[-2]
+    batch = 1 if data.packed else data.q.shape[0]
+    if data.packed:
+        lens_q, lens_k = data.cu_q.diff().long(), data.cu_k.diff().long()
+        scores = int((lens_q * lens_k).sum())
+    else:
+        scores = data.q.shape[1] * data.k.shape[1]
+    copies = 6  # scores, probabilities, their gradients, masks
+    fit = max(1, BUDGET[data.q.device.type] // max(1, copies * itemsize * scores))
+    batches = max(1, batch) if fit >= batch * heads else 1
+    group = heads // heads_kv
+    heads_kv_at_once = min(heads_kv, max(1, fit // (batches * group)))
+    heads_at_once = heads_kv_at_once * group if fit >= group else 1
+    for b in range(0, batch, batches):
+        for h in range(0, heads, heads_at_once):
+            at_b, at_h = slice(b, b + batches), slice(h, min(h + heads_at_once, heads))
+            at_kv = slice(h // group, (at_h.stop - 1) // group + 1)
+            heads_of = {"q": at_h, "k": at_kv, "v": at_kv, "dout": at_h, "dlse": at_h}
+            yield data.with_(**{name: _cut(getattr(data, name), at_b, at, data.packed) for name, at in heads_of.items()}), at_b, at_h, at_kv
+
+
+def _cut(x: Tensor, at_b: slice, at_h: slice, packed: bool) -> Tensor:
+    return x[..., at_h, :] if packed else x[at_b][..., at_h, :]
+
+
+def _zeros_like_results(data: Data, dtype, grads) -> Results:
+    shapes = [x.shape if name in grads or name in ("dout", "dlse") else None for name, x in vars(data).items()]
+    q, k, v, out, lse = (shape if shape is None else torch.zeros(shape, dtype=dtype, device=data.q.device) for shape in shapes[:5])
+    return Results(out, lse, q, k, v)
+
+
+def _reference(data: Data, dtype, grads, lse_grad, options) -> Results:
+    total = _zeros_like_results(data, torch.float64, grads)  # one dtype for all, so that key heads cut in two are not rounded twice
+    for piece, at_b, at_h, at_kv in _pieces(data, itemsize=torch.finfo(dtype).bits // 8):
+        inputs = [getattr(piece, name).detach().to(dtype).requires_grad_(name in grads) for name in "qkv"]
+        out, lse = _attend(piece, *inputs, options)
+        dq, dk, dv = _gradients(out, lse, piece.dout.to(dtype), piece.dlse if lse_grad else None, inputs)
+        for sum_, part, at in zip(total, (out, lse, dq, dk, dv), (at_h, at_h, at_h, at_kv, at_kv), strict=True):
+            if sum_ is not None:
+                _cut(sum_, at_b, at, data.packed).add_(part.detach())
+    return total
+
+
+def _magnitude(data: Data, grads, lse_grad, options) -> Results:
+    """For each result, what float32 roundoff inside it is relative to: the absolute values of what is added and subtracted. float32.
+
+    lse_i: c_i = |scale| sum_j p_ij |q_i|.|k_j|. A backward pass has p_ij = e^(s_ij - lse_i) with s and lse rounded, each at most about
+    c_i + |lse_i|, where softmax never leaves the exponents of the row; hence dv_j: sum_i p_ij (2 c_i + |lse_i|) |dout_i|.
+    dq_i: |scale| sum_j p_ij b_i |k_j| and dk_j: |scale| sum_i p_ij b_i |q_i|, where b_i = 2 ||dout_i|| max_j ||v_j|| + |dlse_i| bounds
+    |dp_ij| + |delta_i|. Attention with |k| for values gives the sums over j, and its gradient in these values the sums over i.
+    """
+    total = _zeros_like_results(data, torch.float32, grads)
+    for piece, at_b, at_h, at_kv in _pieces(data, itemsize=4):
+        # rows past the last cu_seqlens are NaN in the inputs and 0 in every result
+        q, k, v, dout, dlse = (getattr(piece, name).detach().float().nan_to_num() for name in ("q", "k", "v", "dout", "dlse"))
+        scale = options.get("softmax_scale")
+        scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
+        values = torch.cat([k.abs(), torch.zeros_like(v)], dim=-1).requires_grad_("k" in grads or "v" in grads)
+        sums, lse = _attend(piece, q, k, values, options)
+        sums_of_k = sums.detach()[..., : k.shape[-1]]
+        scores = scale * (sums_of_k * q.abs()).sum(-1, keepdim=True)
+        _cut(total.lse, at_b, at_h, data.packed).add_(scores[..., 0].transpose(-1, -2))
+        products = 2 * torch.linalg.vector_norm(dout, dim=-1, keepdim=True) * _largest_row(v, q.shape[-2] // k.shape[-2])
+        if lse_grad:
+            products = products + dlse.abs().transpose(-1, -2)[..., None]
+        if total.dq is not None:
+            _cut(total.dq, at_b, at_h, data.packed).add_(sums_of_k * products * scale)
+        if values.requires_grad:
+            exponents = 2 * scores + lse.detach().abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
+            found = torch.autograd.grad(sums, values, torch.cat([products * q.abs() * scale, exponents * dout.abs()], dim=-1))[0]
+            for sum_, part in zip((total.dk, total.dv), found.split([k.shape[-1], v.shape[-1]], dim=-1), strict=True):
+                if sum_ is not None:
+                    _cut(sum_, at_b, at_kv, data.packed).add_(part)
+    return total._replace(out=None)
+
+
+def _largest_row(v: Tensor, group: int) -> Tensor:
+    """[.., 1, heads, 1]: the norm of the longest row of v that each query head sees."""
+    norms = torch.linalg.vector_norm(v, dim=-1, keepdim=True).repeat_interleave(group, dim=-2)
+    return norms.amax(dim=-3, keepdim=True) if v.shape[-3] else norms.new_zeros(*norms.shape[:-3], 1, *norms.shape[-2:])
+
+
+def _unseen(data: Data, options) -> Tensor:
+    """Which keys get no weight in any row. With equal scores every kept pair has weight, whatever the numbers."""
+    rows = (data.q if data.packed else data.q[:1])[..., :1, :1]
+    keys = (data.k if data.packed else data.k[:1])[..., :1, :1]
+    rows, keys = torch.zeros_like(rows, dtype=torch.float32), torch.zeros_like(keys, dtype=torch.float32)
+    values = torch.ones_like(keys, requires_grad=True)
+    out, _ = _attend(data, rows, keys, values, options)
+    return torch.autograd.grad(out, values, torch.ones_like(out))[0] == 0
+
+
+# ------------------------------------------------------------------------------------------------------------------- comparison
+
+
+def tolerance(oracle: Tensor, peer: Tensor, dtype: torch.dtype, magnitude: Tensor | None = None) -> tuple[float, float]:
+    """Allowed maximum and root mean square of the error:
+
+        max |x - oracle| <= 2   (max |peer - oracle| + eps(dtype) max |oracle| + eps(float32) max magnitude)
+        rms (x - oracle) <= 1.5 (rms (peer - oracle) + eps(dtype) rms (oracle) + eps(float32) rms (magnitude))
+
+    peer: the oracle's formula computed in `dtype`. magnitude: what cancels inside the result, see `Expected`.
+    """
+    error = peer.double() - oracle
+    if not error.isfinite().all():
+        raise ValueError("the low-precision peer is not finite, so it allows no tolerance: compare with peer_dtype=torch.float32")
+    eps = torch.finfo(dtype).eps
+    rounding = EPS32 * _max(magnitude), EPS32 * _rms(magnitude)
+    if not math.isfinite(rounding[0] + eps * _max(oracle)):
+        raise ValueError("the oracle or what cancels in it is not finite, so everything would be close to it")
+    return 2 * (_max(error) + eps * _max(oracle) + rounding[0]), 1.5 * (_rms(error) + eps * _rms(oracle) + rounding[1])
+
+
+def _max(x: Tensor | None) -> float:
+    return 0.0 if x is None or not x.numel() else x.abs().amax().item()
+
+
+def _rms(x: Tensor | None) -> float:
+    return 0.0 if x is None or not x.numel() else x.double().square().mean().sqrt().item()
+
+
+def assert_close_to_oracle(actual: Tensor, oracle64: Tensor, lowprec: Tensor, dtype, *, magnitude=None, what="result") -> None:
+    """Fails unless `actual` is as close to the oracle as `tolerance` allows; what is infinite in the oracle must be so exactly."""
+    assert actual.shape == oracle64.shape, f"{what}: shape {tuple(actual.shape)}, expected {tuple(oracle64.shape)}"
+    infinite = oracle64.isinf()
+    same = torch.equal(actual[infinite].double(), oracle64[infinite])
+    assert same, f"{what}: {int((actual.double() != oracle64)[infinite].sum())} elements should be exactly infinite"
+    actual, oracle64, lowprec = (x.masked_fill(infinite, 0.0) for x in (actual, oracle64, lowprec))
+    assert actual.isfinite().all(), f"{what}: {int((~actual.isfinite()).sum())} of {actual.numel()} elements are not finite"
+    error = actual.double() - oracle64
+    bounds = tolerance(oracle64, lowprec, dtype, magnitude)
+    for measure, found, allowed in zip(("max", "rms"), (_max(error), _rms(error)), bounds, strict=True):
+        where = torch.unravel_index(error.abs().argmax(), error.shape) if error.numel() else ()
+        assert found <= allowed, f"{what}: {measure} error {found:.3g} > {allowed:.3g} allowed; largest at {[int(i) for i in where]}"
+
+
+def compare(results: Results, expected: Expected, dtype: torch.dtype) -> None:
+    """Every result against the oracle, and exact zeros where attention has nothing to attend to."""
+    for name, actual, oracle, peer, magnitude in zip(Results._fields, results, *expected[:3], strict=True):
+        if actual is not None:
+            kind = torch.float32 if name == "lse" else dtype
+            assert actual.dtype == kind, f"{name}: {actual.dtype}, expected {kind}"
+            assert_close_to_oracle(actual, oracle, peer, kind, magnitude=magnitude, what=name)
+    empty = expected.empty.transpose(-1, -2)[..., None]
+    for name, nothing in (("out", empty), ("dq", empty), ("dk", expected.unseen), ("dv", expected.unseen)):
+        actual = getattr(results, name)
+        if actual is not None:
+            assert not actual.masked_select(nothing).any(), f"{name}: not exactly 0 where no pair is kept"
+
+
+def check(
+    data: Data, impl: str | None, *, grads="qkv", lse_grad=True, layout="bshd", peer_dtype=None, deterministic=False, **options
+) -> Results:
+    """Run and compare with the oracle; options: causal, window, softmax_scale. Returns the results for further questions.
+
+    peer_dtype: of the low-precision peer, where that of the inputs overflows.
+    """
+    results = run(data, impl, grads=grads, lse_grad=lse_grad, layout=layout, deterministic=deterministic, **options)
+    compare(results, expect(data, grads=grads, lse_grad=lse_grad, peer_dtype=peer_dtype, **options), data.q.dtype)
+    return results
