@@ -27,7 +27,7 @@ from benchmarks.run import names, numbers, warm_in_parallel
 from benchmarks.timing import Call, clock_for, interleave
 from benchmarks.workloads import WORKLOADS, Workload
 from flashattn.dispatch.configs import Config
-from flashattn.dispatch.table import padded_head_dim, portable_config
+from flashattn.dispatch.table import padded_head_dim, portable_rows
 
 # kernel -> (what it writes, products of length head_dim, products of length head_dim_v)
 FAMILIES = {"forward": (("out",), 1, 1), "dkdv": (("dk", "dv"), 2, 2), "dq": (("dq",), 2, 1)}
@@ -61,9 +61,9 @@ def bench(kernel: str, workload: Workload, device: torch.device) -> Bench:
 
     if kernel == "forward":
         return Bench(lambda config: run(*portable.forward_launch(problem, config, q, k, v, out, lse, None, None)), {"out": out})
-    run(*portable.forward_launch(problem, portable_config(problem, "forward"), q, k, v, out, lse, None, None))
+    run(*portable.forward_launch(problem, portable_rows(problem)["forward"], q, k, v, out, lse, None, None))
     delta = torch.empty_like(lse)
-    run(*portable.delta_launch(problem, portable_config(problem, "delta"), out, dout, None, delta))
+    run(*portable.delta_launch(problem, portable_rows(problem)["delta"], out, dout, None, delta))
     if kernel == "dkdv":
         dk, dv = torch.empty_like(k), torch.empty_like(v)
         launch = lambda config: run(*portable.dkdv_launch(problem, config, q, k, v, dout, lse, delta, dk, dv, None, None))  # noqa: E731

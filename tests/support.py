@@ -109,7 +109,7 @@ def expect(data: Data, *, grads="qkv", lse_grad=True, peer_dtype=None, **options
     peer = _reference(data, dtype, grads, lse_grad, options)
     # lse is float32 whatever the inputs, so it is measured against what float32 makes of the same inputs
     lse = _reference(data, torch.float32, "", False, options).lse if dtype != torch.float32 else peer.lse
-    magnitude = _magnitude(data, grads, lse_grad, options)
+    magnitude = _magnitude(data, lse_grad, options)
     return Expected(oracle, peer._replace(lse=lse), magnitude, oracle.lse == -torch.inf, _unseen(data, options))
 
 
@@ -128,7 +128,7 @@ def _pieces(data: Data, itemsize: int) -> Iterator[tuple[Data, slice, slice, sli
         scores = int((lens_q * lens_k).sum())
     else:
         scores = data.q.shape[1] * data.k.shape[1]
-    copies = 6  # scores, probabilities, their gradients, masks
+    copies = 8  # scores, probabilities, their gradients, masks
     fit = max(1, BUDGET[data.q.device.type] // max(1, copies * itemsize * scores))
     batches = max(1, batch) if fit >= batch * heads else 1
     group = heads // heads_kv
@@ -164,43 +164,57 @@ def _reference(data: Data, dtype, grads, lse_grad, options) -> Results:
     return total
 
 
-def _magnitude(data: Data, grads, lse_grad, options) -> Results:
-    """For each result, what float32 roundoff inside it is relative to: the absolute values of what is added and subtracted. float32.
-
-    lse_i: c_i = |scale| sum_j p_ij |q_i|.|k_j|. A backward pass has p_ij = e^(s_ij - lse_i) with s and lse rounded, each at most about
-    c_i + |lse_i|, where softmax never leaves the exponents of the row; hence dv_j: sum_i p_ij (2 c_i + |lse_i|) |dout_i|.
-    dq_i: |scale| sum_j p_ij b_i |k_j| and dk_j: |scale| sum_i p_ij b_i |q_i|, where b_i = 2 ||dout_i|| max_j ||v_j|| + |dlse_i| bounds
-    |dp_ij| + |delta_i|. Attention with |k| for values gives the sums over j, and its gradient in these values the sums over i.
-    """
-    total = _zeros_like_results(data, torch.float32, grads)
+def _magnitude(data: Data, lse_grad, options) -> Results:
+    """For each result, what float32 roundoff inside it is relative to, in float32."""
+    total = _zeros_like_results(data, torch.float32, "qkv")
     for piece, at_b, at_h, at_kv in _pieces(data, itemsize=4):
         # rows past the last cu_seqlens are NaN in the inputs and 0 in every result
-        q, k, v, dout, dlse = (getattr(piece, name).detach().float().nan_to_num() for name in ("q", "k", "v", "dout", "dlse"))
-        scale = options.get("softmax_scale")
-        scale = q.shape[-1] ** -0.5 if scale is None else abs(scale)
-        values = torch.cat([k.abs(), torch.zeros_like(v)], dim=-1).requires_grad_("k" in grads or "v" in grads)
-        sums, lse = _attend(piece, q, k, values, options)
-        sums_of_k = sums.detach()[..., : k.shape[-1]]
-        scores = scale * (sums_of_k * q.abs()).sum(-1, keepdim=True)
-        _cut(total.lse, at_b, at_h, data.packed).add_(scores[..., 0].transpose(-1, -2))
-        products = 2 * torch.linalg.vector_norm(dout, dim=-1, keepdim=True) * _largest_row(v, q.shape[-2] // k.shape[-2])
-        if lse_grad:
-            products = products + dlse.abs().transpose(-1, -2)[..., None]
-        if total.dq is not None:
-            _cut(total.dq, at_b, at_h, data.packed).add_(sums_of_k * products * scale)
-        if values.requires_grad:
-            exponents = 2 * scores + lse.detach().abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
-            found = torch.autograd.grad(sums, values, torch.cat([products * q.abs() * scale, exponents * dout.abs()], dim=-1))[0]
-            for sum_, part in zip((total.dk, total.dv), found.split([k.shape[-1], v.shape[-1]], dim=-1), strict=True):
-                if sum_ is not None:
-                    _cut(sum_, at_b, at_kv, data.packed).add_(part)
+        tensors = [getattr(piece, name).detach().float().nan_to_num() for name in ("q", "k", "v", "dout", "dlse")]
+        tensors[-1] = tensors[-1].transpose(-1, -2)[..., None] * lse_grad
+        sums = [_cut(x, at_b, at, data.packed) for x, at in zip(total[1:], (at_h, at_h, at_kv, at_kv), strict=True)]
+        sums[0] = sums[0].transpose(-1, -2)
+        if not data.packed:
+            _add_magnitude(sums, tensors, data.q.dtype, options)
+            continue
+        cu_q, cu_k = data.cu_q.tolist(), data.cu_k.tolist()
+        for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+            at_q, at_k = slice(q0, q1), slice(k0, k1)
+            alone = [x[None, at] for x, at in zip(tensors, (at_q, at_k, at_k, at_q, at_q), strict=True)]
+            _add_magnitude([x[None, at] for x, at in zip(sums, (at_q, at_q, at_k, at_k), strict=True)], alone, data.q.dtype, options)
     return total._replace(out=None)
 
 
-def _largest_row(v: Tensor, group: int) -> Tensor:
-    """[.., 1, heads, 1]: the norm of the longest row of v that each query head sees."""
-    norms = torch.linalg.vector_norm(v, dim=-1, keepdim=True).repeat_interleave(group, dim=-2)
-    return norms.amax(dim=-3, keepdim=True) if v.shape[-3] else norms.new_zeros(*norms.shape[:-3], 1, *norms.shape[-2:])
+def _add_magnitude(sums, tensors, dtype, options) -> None:
+    """Adds to (lse, dq, dk, dv) the absolute values of what is added and subtracted in each, times the rounding errors it comes with:
+
+    lse_i: sum_j p_ij t_ij with t_ij = |scale| |q_i|.|k_j|. The score s_ij is off by t_ij (in units of eps), so in a backward pass
+    p_ij = e^(s_ij - lse_i) is off by the factor x_ij = 2 t_ij + |lse_i|, where softmax never leaves the exponents of its row; hence
+    dv_j: sum_i p_ij x_ij |dout_i|. And ds_ij = p_ij (dp_ij - delta_i + dlse_i) is off by p_ij times
+    y_ij = x_ij |dp_ij - delta_i + dlse_i| + |dout_i|.|v_j| + |dout_i|.|out_i| + |dlse_i| + what rounding out to its dtype does to delta;
+    hence dq_i: |scale| sum_j p_ij y_ij |k_j| and dk_j: |scale| sum_i p_ij y_ij |q_i|.
+    """
+    q, k, v, dout, dlse = tensors
+    scale = q.shape[-1] ** -0.5 if options.get("softmax_scale") is None else abs(options["softmax_scale"])
+    heads_kv, keys = k.shape[2], k.shape[1]
+    one_hot = torch.eye(keys, device=q.device)[None, :, None].expand(k.shape[0], keys, heads_kv, keys)
+    p, lse = attention_reference(q, k, one_hot, return_lse=True, **options)  # attention to unit vectors is the probabilities
+    k, v = (x.repeat_interleave(q.shape[2] // heads_kv, dim=2) for x in (k, v))
+    over_dim, over_j, over_i = "bihd,bjhd->bihj", "bihj,bjhd->bihd", "bihj,bihd->bjhd"
+    out = torch.einsum(over_j, p, v)
+    delta = (dout * out).sum(-1, keepdim=True)
+    t = scale * torch.einsum(over_dim, q.abs(), k.abs())
+    x = 2 * t + lse.abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
+    y = x * (torch.einsum(over_dim, dout, v) - delta + dlse).abs() + torch.einsum(over_dim, dout.abs(), v.abs())
+    rounding = torch.linalg.vector_norm(dout * (out - out.to(dtype).float()), dim=-1, keepdim=True) / EPS32
+    y += (dout * out).abs().sum(-1, keepdim=True) + dlse.abs() + rounding
+    found = (
+        (p * t).sum(-1),
+        scale * torch.einsum(over_j, p * y, k.abs()),
+        scale * torch.einsum(over_i, p * y, q.abs()).unflatten(2, (heads_kv, -1)).sum(3),
+        torch.einsum(over_i, p * x, dout.abs()).unflatten(2, (heads_kv, -1)).sum(3),
+    )
+    for total, part in zip(sums, found, strict=True):
+        total.add_(part)
 
 
 def _unseen(data: Data, options) -> Tensor:

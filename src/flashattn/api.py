@@ -6,33 +6,41 @@ Layout is settled here by transposed views (strides carry it, nothing is copied)
 import torch
 
 from . import torch_ops
-from .checks import LAYOUTS, check_cu_seqlens, check_options, check_tensors
+from .checks import check_cu_seqlens, check_layout, check_options, check_tensors
+from .dispatch.select import check_impl
 from .problem import canonical_window, default_scale
 
 
 def _autocast(q, k, v):
     """Under autocast attention runs in the autocast dtype, like a matrix product."""
     tensors = (q, k, v)
-    if all(isinstance(tensor, torch.Tensor) for tensor in tensors) and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
+    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
+        return tensors  # check_tensors has the words for it
+    device = q.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):  # to ask about "meta" is an error
+        dtype = torch.get_autocast_dtype(device)
         halves = (torch.float16, torch.bfloat16, torch.float32)
         tensors = tuple(tensor.to(dtype) if tensor.dtype in halves else tensor for tensor in tensors)
     return tensors
 
 
-def _prepare(q, k, v, causal, window, softmax_scale, layout):
-    """Checked tensors in [batch, rows, heads, dim] (or packed) order, and the options every operator call takes."""
-    check_options(causal, window, softmax_scale)
-    if layout not in (*LAYOUTS, "packed"):
-        raise ValueError(f"layout={layout!r}: expected one of {LAYOUTS}")
+def _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl):
+    """Checked tensors in [batch, rows, heads, dim] (or packed: `layout` None) order, and the options every operator call takes."""
+    check_options(causal, window, softmax_scale, deterministic)
+    check_impl(impl)
     q, k, v = _autocast(q, k, v)
-    order = {"bshd": "batch seqlen heads head_dim", "bhsd": "batch heads seqlen head_dim", "packed": "total heads head_dim"}[layout]
+    order = {"bshd": "batch seqlen heads head_dim", "bhsd": "batch heads seqlen head_dim", None: "total heads head_dim"}[layout]
     check_tensors({"q": q, "k": k, "v": v}, order)
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     left, right, top_left = canonical_window(causal, window)
-    scale = default_scale(q.shape[-1]) if softmax_scale is None else float(softmax_scale)
-    return q, k, v, (scale, left, right, top_left)
+    scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
+    return q, k, v, (scale, left, right, top_left, deterministic, impl)
+
+
+def _limits(*max_seqlens):
+    """A tensor is not read: that would synchronise."""
+    return [None if isinstance(limit, torch.Tensor) else limit for limit in max_seqlens]
 
 
 def attention(
@@ -68,7 +76,7 @@ def attention(
             ``"top-left"``: ``j <= i``, the meaning of ``scaled_dot_product_attention(is_causal=True)``. They differ when the lengths do.
         window: ``(left, right)``, the number of keys kept each side of that diagonal, itself included and always kept; None is no limit,
             0 the diagonal alone. ``causal`` is the window ``(None, 0)``; together they keep what both keep.
-        softmax_scale: factor of the scores, any finite number; default ``1 / sqrt(head_dim)``.
+        softmax_scale: factor of the scores, at most 1.7e38 in magnitude (half of the largest float32); default ``1 / sqrt(head_dim)``.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run. Every kernel so far keeps the promise without being asked.
@@ -76,8 +84,9 @@ def attention(
             memory): that one or an error, never another.
 
     Returns:
-        out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse), lse
-        float32 ``[batch, heads_q, seqlen_q]``, natural logarithm, differentiable. A row with no key to see: out 0, lse -inf, gradients 0.
+        out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse),
+        lse float32 ``[batch, heads_q, seqlen_q]``, natural logarithm, differentiable. A row with no key to see: out 0, lse -inf,
+        gradients 0.
 
     Raises:
         ValueError: shapes, devices or option values that don't fit together. TypeError: dtypes, non-tensors.
@@ -88,8 +97,9 @@ def attention(
     Source: Dao et al. 2022 (FlashAttention), section 3.1 and appendix B; Dao 2023 (FlashAttention-2), section 3; Milakov & Gimelshein 2018
     (online softmax), section 3.
     """
-    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout)
-    out, lse = torch.ops.flashattn.attn_fwd(q, k, v, None, None, None, None, *options, deterministic, impl)
+    check_layout(layout)
+    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+    out, lse = torch_ops.attn_fwd(q, k, v, None, None, None, None, *options)
     if layout == "bhsd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
@@ -135,16 +145,14 @@ def attention_varlen(
 
     Source: as :func:`attention`.
     """
-    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, "packed")
+    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
     check_cu_seqlens(
         q,
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
     )
-    limits = [None if isinstance(limit, torch.Tensor) else limit for limit in (max_seqlen_q, max_seqlen_k)]
-    out, lse = torch.ops.flashattn.attn_fwd(
-        q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options, deterministic, impl
-    )  # fmt: skip
+    limits = _limits(max_seqlen_q, max_seqlen_k)
+    out, lse = torch_ops.attn_fwd(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options)
     return (out, lse) if return_lse else out
 
 
@@ -155,8 +163,8 @@ def explain(
     cu_seqlens_q: torch.Tensor | None = None,
     cu_seqlens_k: torch.Tensor | None = None,
     *,
-    max_seqlen_q: int | None = None,
-    max_seqlen_k: int | None = None,
+    max_seqlen_q: int | torch.Tensor | None = None,
+    max_seqlen_k: int | torch.Tensor | None = None,
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
@@ -166,13 +174,23 @@ def explain(
 ) -> torch_ops.Explanation:
     """What :func:`attention` (or, with cu_seqlens, :func:`attention_varlen`) would run for this call, without running it.
 
-    Arguments as there; tensors on the ``meta`` device or fakes do, for their shapes. Returns an `Explanation`: print it, or read its fields:
-    the kernel, why the ones before it in the table can't run, the tile of each pass, FLOPs (4 * pairs * dim forward, 2.5 times
-    that backward, kept pairs only) and the least bytes that must move. Raises what the call itself would raise.
+    Arguments as there; tensors on the ``meta`` device or fakes do, for their shapes. Returns an `Explanation`: print it, or read its
+    fields: the kernel, why the ones before it in the table can't run, the tile of each pass, FLOPs (4 * pairs * dim forward, 2.5 times
+    that backward, kept pairs only) and the least bytes that must move. Raises what the call itself would raise, but doesn't read the
+    values of cu_seqlens.
     """
-    varlen = cu_seqlens_q is not None
-    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, "packed" if varlen else layout)
-    if varlen:
-        check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, {})
-    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, deterministic)
+    check_layout(layout)
+    max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    if cu_seqlens_q is None and cu_seqlens_k is None:
+        for name, limit in max_seqlens.items():
+            if limit is not None:
+                raise ValueError(f"{name}={limit!r} without cu_seqlens: expected both cu_seqlens, or no {name}")
+        q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+    else:
+        if layout != "bshd":
+            raise ValueError(f"layout={layout!r} with cu_seqlens: expected none, packed tensors are [total, heads, dim]")
+        q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
+        check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
+    *options, impl = options
+    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *_limits(*max_seqlens.values()), *options)
     return torch_ops.explain(problem, impl)

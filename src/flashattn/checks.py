@@ -4,17 +4,21 @@ Nothing here reads a value on the GPU, so nothing synchronises; with FLASHATTN_C
 (on the CPU they always are).
 """
 
-import math
 import os
+from itertools import pairwise
 
 import torch
 
 from .problem import DTYPES, MAX_HEAD_DIM
 
 LAYOUTS = ("bshd", "bhsd")
+MOST = 2**63 - 1  # integers travel in 64 bits
+MOST_SCALE = torch.finfo(torch.float32).max / 2  # scores are float32, in base 2: the scale times log2 e must be finite too
 
 
-def check_options(causal, window, softmax_scale) -> None:
+def check_options(causal, window, softmax_scale, deterministic) -> None:
+    if not isinstance(deterministic, bool):
+        raise TypeError(f"deterministic={deterministic!r}: expected a bool")
     if not (causal is True or causal is False or causal == "top-left"):
         raise ValueError(f"causal={causal!r}: expected False, True (bottom-right) or 'top-left'")
     if window is not None:
@@ -27,11 +31,18 @@ def check_options(causal, window, softmax_scale) -> None:
                 raise TypeError(f"window {side}={limit!r}: expected a number of keys (int) or None")
             if limit < 0:
                 raise ValueError(f"window {side}={limit}: expected >= 0 (0 keeps the diagonal itself), or None for no limit")
+            if limit > MOST:
+                raise ValueError(f"window {side}={limit}: expected at most 2**63 - 1, or None for no limit")
     if softmax_scale is not None:
         if isinstance(softmax_scale, (bool, torch.Tensor)) or not isinstance(softmax_scale, (int, float, torch.SymFloat)):
             raise TypeError(f"softmax_scale is a {type(softmax_scale).__name__}: expected a float or None (1 / sqrt(head_dim))")
-        if not math.isfinite(softmax_scale):
-            raise ValueError(f"softmax_scale={softmax_scale}: expected a finite number")
+        if not abs(softmax_scale) <= MOST_SCALE:  # nor is NaN
+            raise ValueError(f"softmax_scale={softmax_scale}: expected a finite number, at most {MOST_SCALE:.2g} in magnitude")
+
+
+def check_layout(layout) -> None:
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout={layout!r}: expected one of {LAYOUTS}")
 
 
 def check_tensors(tensors: dict[str, torch.Tensor], order: str) -> None:
@@ -40,6 +51,8 @@ def check_tensors(tensors: dict[str, torch.Tensor], order: str) -> None:
     for name, tensor in tensors.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
+        if tensor.layout != torch.strided:
+            raise TypeError(f"{name} has layout {tensor.layout}: expected torch.strided (dense)")
         if tensor.dim() != len(names):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {len(names)} dimensions [{', '.join(names)}]")
         if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
@@ -63,7 +76,7 @@ def check_tensors(tensors: dict[str, torch.Tensor], order: str) -> None:
         if tensor.shape[-1] > MAX_HEAD_DIM:
             raise NotImplementedError(f"{name} has head_dim {tensor.shape[-1]}: implemented are 1 to {MAX_HEAD_DIM}")
     if k.shape[heads] < 1 or q.shape[heads] < 1 or q.shape[heads] % k.shape[heads] != 0:
-        raise ValueError(f"q has {q.shape[heads]} heads and k has {k.shape[heads]}: expected a multiple (query head h reads kv head h // group)")
+        raise ValueError(f"q has {q.shape[heads]} heads and k has {k.shape[heads]}: expected a multiple of k's (heads_q % heads_kv == 0)")
 
 
 def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[str, object]) -> None:
@@ -84,6 +97,8 @@ def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[s
             raise TypeError(f"{name}={limit!r}: expected a number of rows (int), a tensor or None")
         if isinstance(limit, (int, torch.SymInt)) and limit < 0:
             raise ValueError(f"{name}={limit}: expected >= 0")
+        if isinstance(limit, (int, torch.SymInt)) and limit > MOST:
+            raise ValueError(f"{name}={limit}: expected at most 2**63 - 1, or None for no limit")
 
 
 def check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
@@ -92,11 +107,13 @@ def check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_
         return
     for side, cu, rows, limit in (("q", cu_seqlens_q, q.shape[0], max_seqlen_q), ("k", cu_seqlens_k, k.shape[0], max_seqlen_k)):
         values = cu.tolist()
-        lengths = [end - start for start, end in zip(values, values[1:], strict=False)]
+        lengths = [end - start for start, end in pairwise(values)]
         if values[0] != 0:
             raise ValueError(f"cu_seqlens_{side} starts with {values[0]}: expected 0")
         if min(lengths, default=0) < 0:
-            raise ValueError(f"cu_seqlens_{side} falls from entry {lengths.index(min(lengths))} to the next: expected a non-decreasing sequence")
+            entry = lengths.index(min(lengths))
+            fall = f"falls from {values[entry]} to {values[entry + 1]} at entry {entry + 1}"
+            raise ValueError(f"cu_seqlens_{side} {fall}: expected never falling")
         if values[-1] > rows:
             raise ValueError(f"cu_seqlens_{side} ends with {values[-1]} but {side} has {rows} rows: expected at most that")
         if limit is not None and max(lengths, default=0) > limit:

@@ -81,11 +81,11 @@ def backward(
     with _without_autocast(q.device):
         if not problem.varlen:
             return _dense_backward(problem, needs, dout, dlse, q, k, v)
-        grads = _zero_gradients(needs, q, k, v)
+        grads = _zero_gradients(problem, needs, q, k)
         for n, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             part_dout = None if dout is None else _unpack(dout, at_q, n)
             part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
-            part_qkv = (_unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
+            part_qkv = (None if x is None else _unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
             parts = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv)
             for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=True):
                 if grad is not None:
@@ -109,9 +109,9 @@ def _dense_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 
 def _dense_backward(
-    problem: Problem, needs: tuple[bool, bool, bool], dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor
+    problem: Problem, needs: tuple[bool, bool, bool], dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dq, dk, dv = _zero_gradients(needs, q, k, v)
+    dq, dk, dv = _zero_gradients(problem, needs, q, k)
     if dout is None and dlse is None:
         return dq, dk, dv
     groups = (k.shape[2], problem.group)
@@ -119,9 +119,9 @@ def _dense_backward(
     dout = None if dout is None else dout.unflatten(2, groups)
     dlse = None if dlse is None else dlse.unflatten(1, groups)
     for batch, heads, chunks in _blocks(problem, q, k):
-        k_HND, v_HNV = _keys_first(k[batch, :, heads]), _keys_first(v[batch, :, heads])
+        k_HND, v_HNV = _keys_first(k[batch, :, heads]), None if v is None else _keys_first(v[batch, :, heads])
         dk_HND = None if dk is None else torch.zeros_like(k_HND)
-        dv_HNV = None if dv is None else torch.zeros_like(v_HNV)
+        dv_HNV = None if dv is None else k_HND.new_zeros(*k_HND.shape[:-1], problem.head_dim_v)
         for rows, keys in chunks:
             q_HMD = _fold(q[batch, rows, heads])
             e_HMN, _, l_HM = _exp_scores(problem, q_HMD, k_HND, rows, keys, diagonal=_diagonal(problem, q, k))
@@ -144,9 +144,10 @@ def _dense_backward(
     return dq, dk, dv
 
 
-def _zero_gradients(needs: tuple[bool, bool, bool], *inputs: Tensor) -> tuple[Tensor | None, ...]:
+def _zero_gradients(problem: Problem, needs: tuple[bool, bool, bool], q: Tensor, k: Tensor) -> tuple[Tensor | None, ...]:
     """zeros_like would keep the strides of the inputs, an expanded one's too."""
-    return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) if need else None for x, need in zip(inputs, needs, strict=True))
+    shapes = (q.shape, k.shape, (*k.shape[:-1], problem.head_dim_v))
+    return tuple(torch.zeros(shape, dtype=q.dtype, device=q.device) if need else None for shape, need in zip(shapes, needs, strict=True))
 
 
 def _exp_scores(
@@ -259,8 +260,7 @@ def _same_lengths(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
         raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have the same length, got {len(cu_q)} and {len(cu_k)}")
     starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
-        if q1 > q0 and k1 > k0:
-            starts.setdefault((q1 - q0, k1 - k0), []).append((q0, k0))
+        starts.setdefault((q1 - q0, k1 - k0), []).append((q0, k0))
     for lengths, pairs in starts.items():
         at_q, at_k = (_places(list(s), n, q.device) for s, n in zip(zip(*pairs, strict=True), lengths, strict=True))
         yield len(pairs), at_q, at_k

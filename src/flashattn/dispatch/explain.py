@@ -7,12 +7,12 @@ from .configs import Config
 from .select import select
 from .table import KERNELS, padded_head_dim
 
-PASSES = ("forward", "delta", "dkdv", "dq")
+_PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """kernel: its name. passed_over: {name: reasons} of the kernels before it in the table. tiles: {pass: Config}, empty for plain PyTorch.
+    """kernel: its name. passed_over: {name: reasons} of the kernels before it in the table. tiles: {pass: row}, empty for plain PyTorch.
 
     flops and bytes are {"forward": ..., "backward": ...}: kept pairs only, and every tensor read or written once. Packed calls have
     upper bounds, as if each sequence had the maximal lengths, because lengths live on the GPU.
@@ -27,32 +27,38 @@ class Explanation:
 
     def __str__(self) -> str:
         p = self.problem
-        bound = "at most " if p.varlen else ""
-        window = "".join(
-            f", {side} {limit}" for side, limit in (("left", p.window_left), ("right", p.window_right)) if limit is not None
-        )  # fmt: skip
+        where = p.device if p.capability is None else f"{p.device} sm_{p.capability[0]}{p.capability[1]}"
+        lengths = "longest sequence" if p.varlen else "sequence"
         lines = [
-            f"attention {p.dtype} on {p.device}{'' if p.capability is None else ' sm_%d%d' % p.capability}: batch {p.batch}, "
-            f"seqlen {p.seqlen_q} x {p.seqlen_k}{' (packed, upper bounds)' if p.varlen else ''}, heads {p.heads_q}/{p.heads_kv}, "
-            f"head_dim {p.head_dim}/{p.head_dim_v}{', window' + window if window else ''}{', top-left' if p.top_left else ''}",
-            f"  kernel: {self.kernel}",
+            f"attention on {where}: {p.dtype}, batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, head_dim {p.head_dim}/{p.head_dim_v}",
+            f"  {lengths} {p.seqlen_q} queries x {p.seqlen_k} keys{f', packed in {p.total_q} and {p.total_k} rows' if p.varlen else ''}",
         ]
-        lines += [f"  not {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()]
+        if p.window_left is not None or p.window_right is not None:
+            lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
+        lines.append(f"  kernel: {self.kernel}")
+        lines += [f"    not {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()]
+        if self.tiles:
+            lines.append(f"  tiles, head_dim padded to {padded_head_dim(p.head_dim)}/{padded_head_dim(p.head_dim_v)}:")
         for name, row in self.tiles.items():
-            tile = f"{row.block_m} rows" if name == "delta" else f"{row.block_m} rows x {row.block_n} keys"
-            dims = f"head_dim padded to {padded_head_dim(p.head_dim)}/{padded_head_dim(p.head_dim_v)}"
-            lines.append(f"  {name}: tile {tile}, {dims}, {row.num_warps} warps, {row.num_stages} stages")
-        lines += [
-            f"  {name}: {bound}{self.flops[name] / 1e9:.3f} GFLOP, {bound}{self.bytes[name] / 1e6:.3f} MB" for name in ("forward", "backward")
-        ]  # fmt: skip
+            tile = f"{row.block_m:3} rows" + ("" if name == "delta" else f" x {row.block_n:3} keys")  # delta sees no keys
+            lines.append(f"    {name:8} {tile + ',':20} {row.num_warps} warps, {row.num_stages} stages")
+        most = "at most " if p.varlen else ""
+        for name, flops in self.flops.items():
+            lines.append(f"  {name + ':':9} {most}{_units(flops, 'FLOP')}, {_units(self.bytes[name], 'B')} with each tensor moved once")
         return "\n".join(lines)
+
+
+def _units(number: int, unit: str) -> str:
+    """Four digits and a prefix: 549.9 GFLOP."""
+    steps = min(max(0, len(str(number)) - 1) // 3, len(_PREFIXES) - 1)
+    return f"{number / 1000**steps:.4g} {_PREFIXES[steps]}{unit}"
 
 
 def work(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
     """(FLOPs, bytes) of forward and backward: two products forward and five backward, over the kept pairs; tensors once each."""
     pairs = problem.batch * kept_pairs(problem)
     if problem.varlen:
-        pairs = min(pairs, problem.total_q * problem.seqlen_k)
+        pairs = min(pairs, problem.total_q * problem.seqlen_k, problem.total_k * problem.seqlen_q)
     pairs *= problem.heads_q
     flops = {
         "forward": 2 * pairs * (problem.head_dim + problem.head_dim_v),
@@ -63,14 +69,13 @@ def work(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
     both = problem.head_dim + problem.head_dim_v
     once = problem.itemsize * both * (rows_q * problem.heads_q + rows_k * problem.heads_kv)
     lse = 4 * rows_q * problem.heads_q
-    # backward: reads q, out, dO, k, v and lse, writes dq, dk, dv
-    return flops, {"forward": once + lse, "backward": 2 * once + lse + problem.itemsize * problem.head_dim_v * rows_q * problem.heads_q}
+    # forward: q, k, v, out and lse. backward: these and dout, dq, dk and dv, which are as large as out, q, k and v
+    return flops, {"forward": once + lse, "backward": 2 * once + lse}
 
 
 def explain(problem: Problem, impl: str | None) -> Explanation:
     kernel = select(problem, impl)
     earlier = KERNELS[: KERNELS.index(kernel)]
     passed_over = {row.name: row.reasons(problem) or [f"impl={impl!r} was asked for"] for row in earlier}
-    tiles = {name: kernel.config(problem, name) for name in PASSES}
     flops, moved = work(problem)
-    return Explanation(problem, kernel.name, passed_over, {name: row for name, row in tiles.items() if row is not None}, flops, moved)
+    return Explanation(problem, kernel.name, passed_over, kernel.rows(problem), flops, moved)

@@ -6,10 +6,12 @@ from importlib import import_module
 from ..problem import Problem
 from .table import KERNELS, Kernel
 
+NAMES = tuple(kernel.name for kernel in KERNELS)
+
 
 def check_impl(impl: str | None) -> None:
-    if impl is not None and impl not in [kernel.name for kernel in KERNELS]:
-        raise ValueError(f"impl={impl!r}: expected None or one of {[kernel.name for kernel in KERNELS]}")
+    if impl is not None and impl not in NAMES:
+        raise ValueError(f"impl={impl!r}: expected None or one of {NAMES}")
 
 
 @lru_cache(maxsize=4096)

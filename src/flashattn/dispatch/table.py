@@ -6,11 +6,12 @@ A row names its launcher by a dotted path, resolved on first use, so this file i
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 from ..problem import DTYPES, Problem
-from .configs import Config, portable, sm90
+from .configs import Config, portable, sm80, sm90
 
-TABLES = {(9, 0): sm90.ROWS}
+TABLES = {(8, 0): sm80.ROWS, (9, 0): sm90.ROWS}
 OLDEST_CAPABILITY = (8, 0)
 
 
@@ -19,7 +20,7 @@ class Kernel:
     name: str
     about: str
     reasons: Callable[[Problem], list[str]]
-    config: Callable[[Problem, str], Config | None]
+    rows: Callable[[Problem], dict[str, Config]]
     launch: str
 
 
@@ -30,6 +31,8 @@ def padded_head_dim(head_dim: int) -> int:
 
 def portable_reasons(problem: Problem) -> list[str]:
     found = []
+    if find_spec("triton") is None:
+        found.append("triton is not installed")
     if problem.device == "cpu" and not problem.interpret:
         found.append("CPU tensors run in Triton's interpreter only: set TRITON_INTERPRET=1 before importing triton")
     elif problem.device == "cpu" and problem.dtype == "bfloat16":
@@ -41,11 +44,16 @@ def portable_reasons(problem: Problem) -> list[str]:
     return found
 
 
-def portable_config(problem: Problem, kernel: str) -> Config:
-    largest = max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v), 64)
-    key = (kernel, problem.itemsize, largest)
-    rows = TABLES.get(problem.capability, {})
-    return rows[key] if key in rows else portable.ROWS[key]
+def portable_rows(problem: Problem) -> dict[str, Config]:
+    """{pass: tile} in the order of running. dK and dV are one pass, or two where the table has rows for each."""
+    padded = [padded_head_dim(dim) for dim in (problem.head_dim, problem.head_dim_v)]
+    key = (problem.itemsize, max(*padded, 64))
+    rows = {**portable.ROWS, **TABLES.get(problem.capability, {})}
+    found = {name: row for (name, *rest), row in rows.items() if tuple(rest) == key}
+    if padded != [problem.head_dim, problem.head_dim_v]:
+        found |= {name: row for (name, *rest), row in rows.items() if tuple(rest) == (*key, "padded")}
+    names = ("forward", "delta", *(("dk", "dv") if "dk" in found else ("dkdv",)), "dq")
+    return {name: found[name] for name in names}
 
 
 def eager_reasons(problem: Problem) -> list[str]:
@@ -53,6 +61,6 @@ def eager_reasons(problem: Problem) -> list[str]:
 
 
 KERNELS = (
-    Kernel("portable", "Triton, any GPU", portable_reasons, portable_config, "flashattn.launch.portable"),
-    Kernel("eager", "plain PyTorch, any device", eager_reasons, lambda problem, kernel: None, "flashattn.eager"),
+    Kernel("portable", "Triton, any GPU", portable_reasons, portable_rows, "flashattn.launch.portable"),
+    Kernel("eager", "plain PyTorch, any device", eager_reasons, lambda problem: {}, "flashattn.eager"),
 )

@@ -7,10 +7,11 @@ synchronisation (see kernels/common/index.py).
 
 import math
 from contextlib import nullcontext
+from functools import lru_cache
 
 import torch
 
-from ..dispatch.table import padded_head_dim, portable_config
+from ..dispatch.table import padded_head_dim, portable_rows
 from ..kernels.portable.backward import attn_bwd_delta, attn_bwd_dkdv, attn_bwd_dq
 from ..kernels.portable.forward import attn_fwd
 from ..kernels.structs import Order, Seqlens, Spec, Tile, View, Window
@@ -30,6 +31,9 @@ def _device(tensor):
 def _rows(tensor):
     """A View's strides go over [batch, rows, heads]; the last dimension must be contiguous and is copied if it isn't."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+_rows_of = lru_cache(maxsize=1024)(portable_rows)
 
 
 def _view(tensor) -> View:
@@ -163,7 +167,7 @@ def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
     rows = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     with _device(q):
-        _run(*forward_launch(problem, portable_config(problem, "forward"), q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k))
+        _run(*forward_launch(problem, _rows_of(problem)["forward"], q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k))
     return out, lse
 
 
@@ -174,18 +178,21 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
     v = v if v is None else _rows(v)
     dout = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device) if dout is None else _rows(dout)
     empty = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # contiguous, whatever the strides
+    rows = _rows_of(problem)
     delta = dq = dk = dv = None
     with _device(q):
         if need_dq or need_dk:
             delta = torch.empty_like(lse)
             dlse = dlse if dlse is None or dlse.stride(-1) == 1 else dlse.contiguous()
-            _run(*delta_launch(problem, portable_config(problem, "delta"), _rows(out), dout, dlse, delta))
-        if need_dk or need_dv:
-            dk = empty(k) if need_dk else None
-            dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device) if need_dv else None
-            config = portable_config(problem, "dkdv")
-            _run(*dkdv_launch(problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k))
+            _run(*delta_launch(problem, rows["delta"], _rows(out), dout, dlse, delta))
+        if need_dk:
+            dk = empty(k)
+        if need_dv:
+            dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device)
+        for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
+            if name in rows and outputs != (None, None):
+                _run(*dkdv_launch(problem, rows[name], q, k, v, dout, lse, delta, *outputs, cu_seqlens_q, cu_seqlens_k))
         if need_dq:
             dq = empty(q)
-            _run(*dq_launch(problem, portable_config(problem, "dq"), q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k))
+            _run(*dq_launch(problem, rows["dq"], q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k))
     return dq, dk, dv

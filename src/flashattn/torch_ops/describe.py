@@ -10,7 +10,8 @@ from ..problem import Problem, reachable_window
 
 @lru_cache(maxsize=64)
 def _capability(device: torch.device) -> tuple[int, int] | None:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    """None for a fake CUDA tensor where there is no CUDA, too."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def _tf32_allowed() -> bool:
@@ -18,7 +19,8 @@ def _tf32_allowed() -> bool:
 
 
 def describe(
-    q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, window_left, window_right, top_left, deterministic
+    q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    softmax_scale, window_left, window_right, top_left, deterministic,
 ) -> Problem:  # fmt: skip
     """The Problem of a call, from its (already checked) tensors."""
     varlen = cu_seqlens_q is not None

@@ -43,11 +43,12 @@ def attn_bwd_delta(out, dout, dlse, delta, seqlens, order, TILE: tl.constexpr):
 
 @triton.jit
 def gather_dkdv(
-    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, first_head, group, q_start, rows_q, k_pos_N, diagonal, lo, full_lo, full_hi, hi,
+    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, first_head, group, q_start, rows_q, n0, diagonal, lo, full_lo, full_hi, hi,
     scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both."""
     BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
     BLOCK_DV: tl.constexpr = TILE.block_dv
     HEAD_DIM: tl.constexpr = TILE.head_dim
@@ -67,6 +68,7 @@ def gather_dkdv(
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (m0 < full_lo) | (m0 >= full_hi):
                 row_M = m0 + tl.arange(0, BLOCK_M)
+                k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], window, SPEC)
                 p_NM = tl.where(keep, p_NM, 0.0)
         do_base = rows_pointer(dout, entry, head, q_start, TILE.align)
@@ -106,12 +108,11 @@ def attn_bwd_dkdv(
         if SPEC.need_dk:
             v_base = rows_pointer(v, entry, head_kv, k_start + n0, TILE.align)
             v_NV = load_tile(tile_pointers(v, v_base, 0, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)
-        k_pos_N = n0 + tl.arange(0, BLOCK_N)
         dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_NV = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         lo, full_lo, full_hi, hi = query_range(n0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
         dk_ND, dv_NV = gather_dkdv(
-            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, head_kv * group, group, q_start, rows_q, k_pos_N, diagonal,
+            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, head_kv * group, group, q_start, rows_q, n0, diagonal,
             lo, full_lo, full_hi, hi, scale_log2, window, SPEC, TILE,
         )  # fmt: skip
         if SPEC.need_dk:

@@ -1,15 +1,16 @@
 """What a profiler shows for a launch: name with shape, FLOPs and bytes (Proton and other users of Triton's launch hooks read these).
 
-Runs on the host, only while a launch hook is set. Packed calls name their totals and leave the work out: it depends on the lengths.
+Runs on the host, only while a launch hook is set. FLOPs and bytes are there for dense calls without a mask: under a mask the work depends
+on more than a launch should count, and packed lengths live on the GPU.
 """
 
 
 def _metadata(args, name, products_d, products_dv):
-    q, k, seqlens, order, tile = args["q"], args["k"], args["seqlens"], args["order"], args["TILE"]
+    q, seqlens, order, spec, tile = args["q"], args["seqlens"], args["order"], args["SPEC"], args["TILE"]
     shape = f"q{seqlens.q}_k{seqlens.k}_h{order.heads_q}/{order.heads_kv}_d{tile.head_dim}/{tile.head_dim_v}"
     found = {"name": f"{name}[{shape}]"}
-    if not args["SPEC"].varlen:
-        batch = order.lanes // max(order.heads_q, 1)
+    if not (spec.varlen or spec.left or spec.right):
+        batch = seqlens.batch
         pairs = 2 * batch * order.heads_q * seqlens.q * seqlens.k
         itemsize = q.ptr.element_size()
         found[f"flops{itemsize * 8}"] = pairs * (products_d * tile.head_dim + products_dv * tile.head_dim_v)
