@@ -112,13 +112,14 @@ MASKS = {  # of n keys
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("shape", ["wide", "tall", "square", "3x7", "7x3"])
+@pytest.mark.parametrize("size", ["long", "short"])
 @pytest.mark.parametrize("impl, device", WHERE)
-def test_masks(impl, device, shape, mask):
-    rows, keys = SIZES[impl, device]["seqlen_q"], SIZES[impl, device]["seqlen_k"]
-    rows_q, rows_k = {"wide": (rows, keys), "tall": (keys, rows), "square": (keys, keys), "3x7": (3, 7), "7x3": (7, 3)}[shape]
+def test_masks(impl, device, size, mask):
+    """With more keys than queries, more queries than keys, and as many."""
+    rows, keys = (SIZES[impl, device]["seqlen_q"], SIZES[impl, device]["seqlen_k"]) if size == "long" else (3, 7)
     heads = {"heads": 1, "heads_kv": 1} if (impl, device) == INTERPRETER else {}
-    check(sized(impl, device, seqlen_q=rows_q, seqlen_k=rows_k, **heads), impl, **MASKS[mask](rows_k))
+    for rows_q, rows_k in ((rows, keys), (keys, rows), (keys, keys)):
+        check(sized(impl, device, seqlen_q=rows_q, seqlen_k=rows_k, **heads), impl, **MASKS[mask](rows_k))
 
 
 # -------------------------------------------------------------------------------------------------------------- heads and layouts
@@ -149,7 +150,7 @@ def test_layouts(impl, device, strides):
 # ------------------------------------------------------------------------------------------------------------------------ scales
 
 
-@pytest.mark.parametrize("scale", [-0.3, -2.0, 0.0, 1e-40, 1.0, 3])
+@pytest.mark.parametrize("scale", [-0.3, -2.0, 0.0, 1e-30, 1.0, 3])
 @pytest.mark.parametrize("impl, device", WHERE)
 def test_scales(impl, device, scale):
     data = sized(impl, device)
@@ -187,7 +188,10 @@ def test_scores_of_a_hundred_thousand(impl, device, dtype, sign):
     check(data, impl, peer_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("rows_q, rows_k, mask", [(1, 1, {}), (70, 70, {"window": (0, 0)}), (5, 1, {}), (9, 4, {"causal": True, "window": (0, None)})])
+ONE_KEY = [(1, 1, {}), (70, 70, {"window": (0, 0)}), (5, 1, {}), (9, 4, {"causal": True, "window": (0, None)})]
+
+
+@pytest.mark.parametrize("rows_q, rows_k, mask", ONE_KEY)
 @pytest.mark.parametrize("impl, device, dtype", WHERE_TILES)
 def test_a_single_key_is_its_value(impl, device, dtype, rows_q, rows_k, mask):
     """out is v and, but for the roundoff of what cancels, dq and dk are 0 when nothing comes through lse."""

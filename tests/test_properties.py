@@ -1,10 +1,10 @@
 """What must hold whatever the numbers: invariances of attention, each on random shapes and features.
 
-hypothesis draws shapes, features and seeds, never elements. A property that holds to the bit is asserted to the bit. One that holds for real
-numbers only is asserted of each side against the same oracle: two implementations of one number are as far apart as their tolerances.
+hypothesis draws shapes, features and seeds, never elements. A property that holds to the bit is asserted to the bit. One that holds only
+for real numbers has no tolerance of its own: either side is compared with the same oracle.
 
-The surprising fact: `a call` below is the cheapest broad test there is. Every feature meets every other in a few examples, in shapes
-that nobody would have written down.
+The surprising fact: hypothesis begins with the first value of everything that it draws from, and in the interpreter two examples are
+all there is time for. So the ugly values come first, where it would have the simple ones.
 """
 
 from typing import NamedTuple
@@ -33,13 +33,12 @@ from support import (
 
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
 HALF = {EAGER: torch.bfloat16, INTERPRETER: torch.float16, GPU: torch.bfloat16}
-# The first value of each is the first example, which had better be an ugly one: there may not be many more.
 # On a GPU few head dims and counts, since each is a compilation.
 ROWS = {EAGER: (65, 100, 7, 64, 2, 1), INTERPRETER: (65, 7, 2, 1), GPU: (300, 1025, 65, 7, 2, 1)}
-DIMS = {EAGER: (24, 40, 8, 3, 1), INTERPRETER: (24, 16, 3), GPU: (63, 64)}
+DIMS = {EAGER: (24, 40, 8, 3, 1), INTERPRETER: (24, 16, 3), GPU: (64,)}
 HEADS = {EAGER: ((4, 2), (2, 2), (6, 1)), INTERPRETER: ((2, 1), (1, 1)), GPU: ((4, 2),)}
-BATCH = {EAGER: (2, 1), INTERPRETER: (1,), GPU: (2, 1)}
-EXAMPLES = {EAGER: 15, INTERPRETER: 3, GPU: 8}
+BATCH = {EAGER: (2, 1), INTERPRETER: (1,), GPU: (2,)}
+EXAMPLES = {EAGER: 15, INTERPRETER: 2, GPU: 8}
 
 LIMITS = st.sampled_from([5, None, 0, 1, 64, 1000])
 MASKS = st.fixed_dictionaries({"causal": st.sampled_from([True, False, "top-left"]), "window": st.tuples(LIMITS, LIMITS) | st.none()})
@@ -67,14 +66,18 @@ def split_heads(arguments):
 
 def shapes(where, dtype=None, **fixed):
     """Arguments of `dense`."""
-    sizes = {"batch": BATCH[where], "seqlen_q": ROWS[where], "seqlen_k": ROWS[where]} | {name: (value,) for name, value in fixed.items()}
-    drawn = {name: st.sampled_from(values) for name, values in sizes.items()}
-    return st.fixed_dictionaries({**drawn, **options(where, dtype)}).map(split_heads)
+    drawn = {
+        "batch": st.sampled_from(BATCH[where]),
+        "seqlen_q": st.sampled_from(ROWS[where]),
+        "seqlen_k": st.sampled_from(ROWS[where]),
+        **options(where, dtype),
+    }
+    return st.fixed_dictionaries(drawn | {name: st.just(value) for name, value in fixed.items()}).map(split_heads)
 
 
 def sequences(where, dtype=None):
     """Arguments of `packed`: up to a few sequences, empty ones too."""
-    lengths = st.lists(st.tuples(*[st.sampled_from((0, *ROWS[where]))] * 2), min_size=2, max_size=3 if where == INTERPRETER else 6)
+    lengths = st.lists(st.tuples(*[st.sampled_from((*ROWS[where], 0))] * 2), min_size=2, max_size=3 if where == INTERPRETER else 6)
     unzip = lambda pairs: dict(zip(("lens_q", "lens_k"), map(list, zip(*pairs, strict=True)), strict=True))  # noqa: E731
     return st.builds(lambda lens, rest: {**lens, **split_heads(rest)}, lengths.map(unzip), st.fixed_dictionaries(options(where, dtype)))
 
@@ -170,7 +173,9 @@ def test_keys_that_no_query_sees(impl, device):
     """Their dk and dv are exactly 0, and other numbers in their place don't change a bit elsewhere."""
     where = (impl, device)
 
-    @examples(where, shape=shapes(where, seqlen_q=5, seqlen_k=max(ROWS[where])), left=st.sampled_from([0, 1, 30]), causal=st.sampled_from([True, "top-left"]))
+    rows = {"seqlen_q": 5, "seqlen_k": max(ROWS[where])}
+
+    @examples(where, shape=shapes(where, **rows), left=st.sampled_from([30, 0, 1]), causal=st.sampled_from([True, "top-left"]))
     def keys_that_no_query_sees(shape, left, causal):
         data, mask = dense(**shape), {"causal": causal, "window": (left, None)}
         far = ~keep_mask(shape["seqlen_q"], shape["seqlen_k"], **mask, device=device).any(0)
@@ -232,8 +237,9 @@ def test_the_order_of_keys(impl, device):
 def test_a_constant_in_a_row_of_scores_changes_only_lse(impl, device):
     """One more dimension, in which the keys are 1 and the queries c_i, adds scale * c_i to the scores of row i."""
     where = (impl, device)
+    fixed = {"dim": 63} if where == GPU else {}
 
-    @examples(where, shape=shapes(where), mask=MASKS)
+    @examples(where, shape=shapes(where, **fixed), mask=MASKS)
     def constant_in_a_row(shape, mask):
         data, dim = dense(**shape), shape["dim"]
         mask["softmax_scale"] = dim**-0.5

@@ -52,8 +52,10 @@ class Spec(NamedTuple):
     right: bool  # the window has a right limit (causal: 0)
     top_left: bool
     ragged: bool  # the walked side may end inside a tile
-    negative_scale: bool
+    sign: int  # of the softmax scale
+    prescaled: bool  # float32: the scale goes into an operand, and then the largest probability of a row is exactly 1
     tf32: bool
+    grouped: bool  # several query heads share a key/value head
     need_dk: bool = False
     need_dv: bool = False
 

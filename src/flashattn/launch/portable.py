@@ -18,7 +18,7 @@ from ..kernels.structs import Order, Seqlens, Spec, Tile, View, Window
 from ..problem import Problem
 
 WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
-SMALLEST_SCALE = 2.0**-100  # the kernels need a positive scale: -inf * 0 would be NaN
+SMALLEST_SCALE = 2.0**-120  # what the GPU may flush to 0 is 0
 
 
 def _device(tensor):
@@ -68,8 +68,10 @@ def _spec(problem: Problem, ragged: bool, need_dk=False, need_dv=False) -> Spec:
         right=problem.window_right is not None,
         top_left=problem.top_left,
         ragged=problem.varlen or ragged,
-        negative_scale=problem.softmax_scale < 0,
+        sign=0 if abs(problem.softmax_scale) < SMALLEST_SCALE else 1 if problem.softmax_scale > 0 else -1,
+        prescaled=problem.dtype == "float32",
         tf32=problem.tf32,
+        grouped=problem.group > 1,
         need_dk=need_dk,
         need_dv=need_dv,
     )
@@ -100,11 +102,12 @@ def _window(problem: Problem) -> Window:
 
 
 def _scale_log2(problem: Problem) -> float:
-    return max(abs(problem.softmax_scale) * math.log2(math.e), SMALLEST_SCALE)
+    scale = abs(problem.softmax_scale)
+    return 1.0 if scale < SMALLEST_SCALE else scale * math.log2(math.e)
 
 
 def _options(config) -> dict:
-    return dict(num_warps=config.num_warps, num_stages=config.num_stages, enable_fp_fusion=True)
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
 
 
 def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
@@ -171,13 +174,28 @@ def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
     return out, lse
 
 
+def _may_have_rows_without_keys(problem: Problem) -> bool:
+    """Packed lengths are on the GPU, so any limit may leave a row nothing; a dense diagonal tells."""
+    if problem.varlen:
+        return problem.window_left is not None or problem.window_right is not None
+    limit = problem.window_left if problem.top_left else problem.window_right
+    return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
+
+
+def _without_empty_rows(lse, dout, dlse):
+    """Gradients that arrive for rows without keys (NaN after a normalisation, say) end here: a probability of 0 would keep a NaN."""
+    empty = lse == float("-inf")
+    return dout.masked_fill(empty.transpose(-1, -2).unsqueeze(-1), 0.0), None if dlse is None else dlse.masked_fill(empty, 0.0)
+
+
 def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
     """(dq, dk, dv), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None."""
     need_dq, need_dk, need_dv = needs
     q, k = _rows(q), _rows(k)
     v = v if v is None else _rows(v)
     dout = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device) if dout is None else _rows(dout)
-    empty = lambda tensor: torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)  # contiguous, whatever the strides
+    if _may_have_rows_without_keys(problem):
+        dout, dlse = _without_empty_rows(lse, dout, dlse)
     rows = _rows_of(problem)
     delta = dq = dk = dv = None
     with _device(q):
@@ -186,13 +204,13 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
             dlse = dlse if dlse is None or dlse.stride(-1) == 1 else dlse.contiguous()
             _run(*delta_launch(problem, rows["delta"], _rows(out), dout, dlse, delta))
         if need_dk:
-            dk = empty(k)
+            dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         if need_dv:
             dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device)
         for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
             if name in rows and outputs != (None, None):
                 _run(*dkdv_launch(problem, rows[name], q, k, v, dout, lse, delta, *outputs, cu_seqlens_q, cu_seqlens_k))
         if need_dq:
-            dq = empty(q)
+            dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
             _run(*dq_launch(problem, rows["dq"], q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k))
     return dq, dk, dv

@@ -1,4 +1,4 @@
-"""The derivative of `flashattn::attn_fwd`: one autograd.Function, which the operator itself runs, so every way of calling it differentiates.
+"""The derivative of `flashattn::attn_fwd`: one autograd.Function, which the operator itself runs.
 
 Saved for backward: q, k, lse, and v and out unless dV is the only gradient (dV = p^T dO needs neither). Nothing is saved, computed
 or allocated for a gradient that nobody asked for. A second derivative is not implemented and says so.
@@ -38,7 +38,7 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        raise NotImplementedError("the derivative of flashattn's backward is not implemented: differentiate once, or use plain PyTorch attention")
+        raise NotImplementedError("the derivative of flashattn's backward is not implemented: differentiate once")
 
 
 class Attention(torch.autograd.Function):

@@ -94,12 +94,14 @@ def rows_pointer(view, entry, head, row, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def tile_pointers(view, base, row, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGN: tl.constexpr):
-    """Pointers to the rows row, row + 1, ... after `base`. Built anew in each iteration: one multiply-add an address, no registers kept."""
-    offsets = (row + tl.arange(0, BLOCK)).to(tl.int64)[:, None] * view.stride_n
+def tile_pointers(view, base, BLOCK: tl.constexpr, BLOCK_DIM: tl.constexpr, ALIGN: tl.constexpr):
+    """Pointers to the BLOCK rows from `base`. A loop makes them once and adds a scalar: made anew in each iteration they save registers
+    and cost a fifth of the speed.
+    """
+    offsets = wide(tl.arange(0, BLOCK))[:, None] * view.stride_n
     if ALIGN > 1:
         offsets = tl.multiple_of(offsets, (ALIGN, ALIGN))
-    return base + offsets + tl.arange(0, BLOCK_DIM)[None, :]
+    return base + (offsets + tl.arange(0, BLOCK_DIM)[None, :])
 
 
 @triton.jit

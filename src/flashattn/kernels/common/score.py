@@ -1,8 +1,8 @@
 """The score order, once, and its reverse: s = scale * q.k, then the keep-mask, then the softmax.
 
 The scale is not multiplied in here. Scores stay raw and the softmax takes exp2(s * scale_log2 - shift), one fused multiply-add an
-element, with scale_log2 = |scale| * log2(e) > 0 so that a maximum of raw scores is a maximum of scaled ones. A negative scale
-changes the sign of the raw score.
+element, with scale_log2 = |scale| * log2(e) > 0 so that a maximum of raw scores is a maximum of scaled ones. The sign of the scale is
+that of the raw score; a scale of 0 makes it 0 here, since 0 * -inf, for a masked score, would be NaN.
 """
 
 import triton
@@ -12,8 +12,8 @@ import triton.language as tl
 @triton.jit
 def score(qk, SPEC: tl.constexpr):
     s = qk
-    if SPEC.negative_scale:
-        s = -s
+    if SPEC.sign != 1:
+        s = s * SPEC.sign
     return s
 
 

@@ -1,6 +1,8 @@
 """The online softmax in base 2, and the probabilities rebuilt from the log-sum-exp.
 
-m is the running maximum of raw scores, l the running sum of exp2(s * scale_log2 - m * scale_log2), both per query row.
+m is the running maximum of scores in base-2 units, l the running sum of exp2(score - m), both per query row. The surprising fact: m must
+be kept as the rounded product that is subtracted. Kept in raw units, exp2(m * scale - shift) is a fused multiply-add that gives the
+rounding error of the product instead of 0, and a row whose maximum does not change drifts by a constant factor with every tile.
 Method: Milakov & Gimelshein 2018, section 3; Dao 2023 (FlashAttention-2), section 3.1.
 """
 
@@ -13,23 +15,23 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 @triton.jit
 def softmax_step(s_MN, m_M, l_M, scale_log2, MASKED: tl.constexpr):
-    """One tile of scores: (p, alpha, m, l), where alpha rescales what was accumulated before this tile."""
-    m_new_M = tl.maximum(m_M, tl.max(s_MN, 1))
-    shift_M = m_new_M * scale_log2
+    """One tile of raw scores: (p, alpha, m, l), where alpha rescales what was accumulated before this tile."""
+    m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
+    shift_M = m_new_M
     if MASKED:
         # a row that has not met a key yet: any finite shift will do, and -inf - -inf would be NaN
-        shift_M = tl.where(m_new_M == float("-inf"), 0.0, shift_M)
+        shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
     p_MN = tl.math.exp2(s_MN * scale_log2 - shift_M[:, None])
-    alpha_M = tl.math.exp2(m_M * scale_log2 - shift_M)
+    alpha_M = tl.math.exp2(m_M - shift_M)
     return p_MN, alpha_M, m_new_M, l_M * alpha_M + tl.sum(p_MN, 1)
 
 
 @triton.jit
-def finish(acc_MV, m_M, l_M, scale_log2):
+def finish(acc_MV, m_M, l_M):
     """(out, natural lse) of finished rows; a row without a key gives 0 and -inf."""
     empty_M = l_M == 0.0
     out_MV = tl.where(empty_M[:, None], 0.0, acc_MV / tl.where(empty_M, 1.0, l_M)[:, None])
-    lse_M = tl.where(empty_M, float("-inf"), (m_M * scale_log2 + tl.math.log2(l_M)) * LN2)
+    lse_M = tl.where(empty_M, float("-inf"), (m_M + tl.math.log2(l_M)) * LN2)
     return out_MV, lse_M
 
 

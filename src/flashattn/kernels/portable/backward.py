@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ..common.bounds import key_range, query_range
-from ..common.index import load_row, load_tile, locate, program_tile, rows_pointer, store_tile, tile_pointers
+from ..common.index import load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
 from ..common.score import score, score_gradient
 from ..common.softmax import LOG2E, probabilities
@@ -32,8 +32,8 @@ def attn_bwd_delta(out, dout, dlse, delta, seqlens, order, TILE: tl.constexpr):
     rows = seqlens.q - m0
     out_base = rows_pointer(out, entry, head, m0, TILE.align)
     dout_base = rows_pointer(dout, entry, head, m0, TILE.align)
-    o_MV = load_tile(tile_pointers(out, out_base, 0, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
-    do_MV = load_tile(tile_pointers(dout, dout_base, 0, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+    o_MV = load_tile(tile_pointers(out, out_base, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+    do_MV = load_tile(tile_pointers(dout, dout_base, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
     delta_M = tl.sum(o_MV.to(tl.float32) * do_MV.to(tl.float32), 1)
     offs_m = tl.arange(0, BLOCK_M)
     if dlse is not None:
@@ -55,14 +55,17 @@ def gather_dkdv(
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
     steps = (hi - lo) // BLOCK_M
+    q_first = tile_pointers(q, rows_pointer(q, entry, first_head, q_start, TILE.align), BLOCK_M, BLOCK_D, TILE.align)
+    do_first = tile_pointers(dout, rows_pointer(dout, entry, first_head, q_start, TILE.align), BLOCK_M, BLOCK_DV, TILE.align)
+    lse_first = rows_pointer(lse, entry, first_head, q_start, 1)
+    delta_first = rows_pointer(delta, entry, first_head, q_start, 1) if SPEC.need_dk else lse_first
     for i in tl.range(0, group * steps):
-        member = i // steps
-        head = first_head + member
+        member = i // steps if SPEC.grouped else 0
         m0 = lo + (i - member * steps) * BLOCK_M
         rows = rows_q - m0
-        q_base = rows_pointer(q, entry, head, q_start, TILE.align)
-        q_MD = load_tile(tile_pointers(q, q_base, m0, BLOCK_M, BLOCK_D, TILE.align), rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
-        lse_M = load_row(rows_pointer(lse, entry, head, q_start + m0, 1), rows, BLOCK_M, SPEC.ragged)
+        q_pointers = q_first + (step(member, q.stride_h, TILE.align) + step(m0, q.stride_n, TILE.align))
+        q_MD = load_tile(q_pointers, rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
+        lse_M = load_row(lse_first + step(member, lse.stride_h, 1) + m0, rows, BLOCK_M, SPEC.ragged)
         s_NM = score(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), SPEC)
         p_NM = probabilities(s_NM, (lse_M * LOG2E)[None, :], scale_log2)
         if SPEC.ragged or SPEC.left or SPEC.right:
@@ -71,12 +74,12 @@ def gather_dkdv(
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], window, SPEC)
                 p_NM = tl.where(keep, p_NM, 0.0)
-        do_base = rows_pointer(dout, entry, head, q_start, TILE.align)
-        do_MV = load_tile(tile_pointers(dout, do_base, m0, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
+        do_pointers = do_first + (step(member, dout.stride_h, TILE.align) + step(m0, dout.stride_n, TILE.align))
+        do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
         if SPEC.need_dv:
             dv_NV = tl.dot(p_NM.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
         if SPEC.need_dk:
-            delta_M = load_row(rows_pointer(delta, entry, head, q_start + m0, 1), rows, BLOCK_M, SPEC.ragged)
+            delta_M = load_row(delta_first + step(member, delta.stride_h, 1) + m0, rows, BLOCK_M, SPEC.ragged)
             dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
             ds_NM = score_gradient(p_NM, dp_NM, delta_M[None, :])
             dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
@@ -103,11 +106,14 @@ def attn_bwd_dkdv(
         diagonal = 0 if SPEC.top_left else rows_k - rows_q
         group = order.heads_q // order.heads_kv
         k_base = rows_pointer(k, entry, head_kv, k_start + n0, TILE.align)
-        k_ND = load_tile(tile_pointers(k, k_base, 0, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, True)
+        k_ND = load_tile(tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, True)
         v_NV = None
         if SPEC.need_dk:
             v_base = rows_pointer(v, entry, head_kv, k_start + n0, TILE.align)
-            v_NV = load_tile(tile_pointers(v, v_base, 0, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)
+            v_NV = load_tile(tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)
+        if SPEC.prescaled:
+            k_ND = k_ND * scale_log2
+            scale_log2 = 1.0
         dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_NV = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
         lo, full_lo, full_hi, hi = query_range(n0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
@@ -117,10 +123,10 @@ def attn_bwd_dkdv(
         )  # fmt: skip
         if SPEC.need_dk:
             dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
-            store_tile(tile_pointers(dk, dk_base, 0, BLOCK_N, BLOCK_D, TILE.align), dk_ND * scale, rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D)
+            store_tile(tile_pointers(dk, dk_base, BLOCK_N, BLOCK_D, TILE.align), dk_ND * scale, rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D)
         if SPEC.need_dv:
             dv_base = rows_pointer(dv, entry, head_kv, k_start + n0, TILE.align)
-            store_tile(tile_pointers(dv, dv_base, 0, BLOCK_N, BLOCK_DV, TILE.align), dv_NV, rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
+            store_tile(tile_pointers(dv, dv_base, BLOCK_N, BLOCK_DV, TILE.align), dv_NV, rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
@@ -135,9 +141,11 @@ def gather_dq(
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    k_pointers = tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align)
+    v_pointers = tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align)
     for n0 in tl.range(lo, hi, BLOCK_N):
-        k_ND = load_tile(tile_pointers(k, k_base, n0, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
-        v_NV = load_tile(tile_pointers(v, v_base, n0, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
+        k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
+        v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
         s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), SPEC)
         p_MN = probabilities(s_MN, lse_log2_M[:, None], scale_log2)
         if SPEC.ragged or SPEC.left or SPEC.right:
@@ -174,16 +182,19 @@ def attn_bwd_dq(q, k, v, dout, lse, delta, dq, seqlens, order, scale, scale_log2
         do_base = rows_pointer(dout, entry, head, row, TILE.align)
         k_base = rows_pointer(k, entry, head_kv, k_start, TILE.align)
         v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
-        q_MD = load_tile(tile_pointers(q, q_base, 0, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
-        do_MV = load_tile(tile_pointers(dout, do_base, 0, BLOCK_M, BLOCK_DV, TILE.align), rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
+        q_MD = load_tile(tile_pointers(q, q_base, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        do_MV = load_tile(tile_pointers(dout, do_base, BLOCK_M, BLOCK_DV, TILE.align), rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
         lse_log2_M = load_row(rows_pointer(lse, entry, head, row, 1), rows_q - m0, BLOCK_M, True) * LOG2E
         delta_M = load_row(rows_pointer(delta, entry, head, row, 1), rows_q - m0, BLOCK_M, True)
         q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
         dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+        if SPEC.prescaled:
+            q_MD = q_MD * scale_log2
+            scale_log2 = 1.0
         lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
         dq_MD = gather_dq(
             dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window,
             SPEC, TILE,
         )  # fmt: skip
         dq_base = rows_pointer(dq, entry, head, row, TILE.align)
-        store_tile(tile_pointers(dq, dq_base, 0, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)
+        store_tile(tile_pointers(dq, dq_base, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.bounds import key_range
-from ..common.index import load_tile, locate, program_tile, rows_pointer, store_tile, tile_pointers
+from ..common.index import load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
 from ..common.score import score
 from ..common.softmax import finish, softmax_step
@@ -28,15 +28,18 @@ def attend(
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     MASKED: tl.constexpr = SPEC.ragged or SPEC.left or SPEC.right
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    k_pointers = tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align)
+    v_pointers = tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align)
     for n0 in tl.range(lo, hi, BLOCK_N):
-        k_ND = load_tile(tile_pointers(k, k_base, n0, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
+        k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
         s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), SPEC)
         if MASKED:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
-                s_MN = tl.where(keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], window, SPEC), s_MN, float("-inf"))
+                keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], window, SPEC)
+                s_MN = tl.where(keep, s_MN, float("-inf"))
         p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, MASKED)
-        v_NV = load_tile(tile_pointers(v, v_base, n0, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
+        v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
         acc_MV = tl.dot(p_MN.to(v_NV.dtype), v_NV, acc_MV * alpha_M[:, None], input_precision=PRECISION)
     return acc_MV, m_M, l_M
 
@@ -63,8 +66,11 @@ def attn_fwd(q, k, v, out, lse, seqlens, order, scale_log2, window, SPEC: tl.con
         q_base = rows_pointer(q, entry, head, q_start + m0, TILE.align)
         k_base = rows_pointer(k, entry, head_kv, k_start, TILE.align)
         v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
-        q_MD = load_tile(tile_pointers(q, q_base, 0, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
+        q_MD = load_tile(tile_pointers(q, q_base, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
+        if SPEC.prescaled:
+            q_MD = q_MD * scale_log2
+            scale_log2 = 1.0
 
         acc_MV = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
@@ -73,8 +79,8 @@ def attn_fwd(q, k, v, out, lse, seqlens, order, scale_log2, window, SPEC: tl.con
         acc_MV, m_M, l_M = attend(
             acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window, SPEC, TILE
         )  # fmt: skip
-        out_MV, lse_M = finish(acc_MV, m_M, l_M, scale_log2)
+        out_MV, lse_M = finish(acc_MV, m_M, l_M)
         out_base = rows_pointer(out, entry, head, q_start + m0, TILE.align)
-        store_tile(tile_pointers(out, out_base, 0, BLOCK_M, BLOCK_DV, TILE.align), out_MV, rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
+        store_tile(tile_pointers(out, out_base, BLOCK_M, BLOCK_DV, TILE.align), out_MV, rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
         offs_m = tl.arange(0, BLOCK_M)
         tl.store(rows_pointer(lse, entry, head, q_start + m0, 1) + offs_m, lse_M, mask=offs_m < rows_q - m0)
