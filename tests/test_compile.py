@@ -48,8 +48,8 @@ def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Pr
     length = 4096 - 3 * variant.ragged_lengths
     return Problem(
         dtype="float32" if itemsize == 4 else variant.half, batch=2, seqlen_q=length, seqlen_k=length, heads_q=8,
-        heads_kv=8 // variant.group, head_dim=dim, head_dim_v=dim, softmax_scale=variant.scale, window_left=variant.left, window_right=variant.right,
-        top_left=variant.top_left, varlen=variant.varlen, total_q=2 * length * variant.varlen, total_k=2 * length * variant.varlen,
+        heads_kv=8 // variant.group, head_dim=dim, head_dim_v=dim, softmax_scale=variant.scale,
+        window_left=variant.left, window_right=variant.right, top_left=variant.top_left, varlen=variant.varlen, total_q=2 * length * variant.varlen, total_k=2 * length * variant.varlen,
         tf32=variant.tf32 and itemsize == 4, capability=CAPABILITIES[cc],
     )  # fmt: skip
 

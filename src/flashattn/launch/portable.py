@@ -48,17 +48,19 @@ def _lse_view(tensor) -> View:
 
 
 def _tile(problem: Problem, config, *views: View) -> Tile:
+    """The tile, with both head dims padded alike unless every row starts at a multiple of 16 bytes.
+
+    Loaded element by element, values narrower than the keys (head dims 113 and 24, or an odd storage offset) give wrong products on
+    Hopper under Triton 3.6.0: a compiler fault, not seen with equal widths.
+    """
     head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
-    strides = [stride for view in views for stride in view[1:]]
-    return Tile(
-        m=config.block_m,
-        n=config.block_n,
-        head_dim=head_dim,
-        head_dim_v=head_dim_v,
-        block_d=padded_head_dim(head_dim),
-        block_dv=padded_head_dim(head_dim_v),
-        align=math.gcd(16 // problem.itemsize, *strides),
-    )
+    block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    vector = 16 // problem.itemsize
+    starts = [number for view in views for number in (view.ptr.data_ptr() // problem.itemsize, *view[1:])]
+    align = math.gcd(vector, *starts)
+    if align < vector:
+        block_d = block_dv = max(block_d, block_dv)
+    return Tile(config.block_m, config.block_n, head_dim, head_dim_v, block_d, block_dv, align)
 
 
 def _spec(problem: Problem, ragged: bool, need_dk=False, need_dv=False) -> Spec:
