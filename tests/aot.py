@@ -70,9 +70,9 @@ class Compiled:
             found.append(f"{self.name} on sm_{self.cc} needs {self.shared} bytes of shared memory of {self.shared_limit}")
         if self.tensor_memory > TENSOR_MEMORY_COLUMNS:
             found.append(f"{self.name} on sm_{self.cc} needs {self.tensor_memory} columns of tensor memory of {TENSOR_MEMORY_COLUMNS}")
-        if self.stack or self.spill_stores or self.spill_loads:
+        if self.spill_stores or self.spill_loads:  # a few bytes of stack without either hold no spilled register
             spills = f"{self.spill_stores} bytes of spill stores, {self.spill_loads} of spill loads"
-            found.append(f"{self.name} on sm_{self.cc} has a stack of {self.stack} bytes ({spills})")
+            found.append(f"{self.name} on sm_{self.cc} has {spills} and a stack of {self.stack} bytes")
         return found
 
 

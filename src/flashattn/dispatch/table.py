@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 
 from ..problem import DTYPES, Problem
-from .configs import Config, portable, sm80, sm90
+from .configs import Config, portable, sm90
 
-TABLES = {(8, 0): sm80.ROWS, (9, 0): sm90.ROWS}
+TABLES = {(9, 0): sm90.ROWS}
 OLDEST_CAPABILITY = (8, 0)
 
 
