@@ -102,27 +102,29 @@ def test_any_strides_of_packed_tensors(impl, device, name):
 
 # -------------------------------------------------------------------------------------------------------------------- large offsets
 
-OFFSETS = {  # strides of [batch, rows, heads], elements; with 3 batch entries, 3 heads and 70 rows
-    "batch": (1 << 30, 3 * 64, 64),
-    "batch-64-bit": ((1 << 31) + 64, 3 * 64, 64),
-    "heads": (70 * 64, 64, 1 << 30),
-    "rows": (3 * 64, 1 << 25, 64),
+BATCH, ROWS, HEADS, DIM = 3, 70, 3, 64
+OFFSETS = {  # strides of [batch, rows, heads], elements
+    "batch": (1 << 30, HEADS * DIM, DIM),
+    "batch-64-bit": ((1 << 31) + 64, HEADS * DIM, DIM),
+    "heads": (ROWS * DIM, DIM, 1 << 30),
+    "rows": (HEADS * DIM, 1 << 25, DIM),
 }
 
 
 @pytest.mark.big(16)
+@pytest.mark.parametrize("heads_kv", [HEADS, 1])
 @pytest.mark.parametrize("name", OFFSETS)
-def test_offsets_beyond_31_bits(name):
-    small = dense(70, batch=3, heads=3, dim=64, dtype=torch.bfloat16, device="cuda")
-    strides = OFFSETS[name]
-    span = sum((n - 1) * stride for n, stride in zip((3, 70, 3), strides, strict=True)) + 64
+def test_offsets_beyond_31_bits(name, heads_kv):
+    small = dense(ROWS, batch=BATCH, heads=HEADS, heads_kv=heads_kv, dim=DIM, dtype=torch.bfloat16, device="cuda")
+    span = sum((n - 1) * stride for n, stride in zip((BATCH, ROWS, HEADS), OFFSETS[name], strict=True)) + DIM
     assert span > 1 << 31
-    apart = 70 * 3 * 3 * 64  # elements between the beginnings of q, k, v and dout, which therefore don't overlap
+    apart = BATCH * ROWS * HEADS * DIM  # elements between the beginnings of q, k, v and dout, which therefore don't overlap
     storage = torch.full((span + 4 * apart,), float("nan"), dtype=torch.bfloat16, device="cuda")
     large = {}
     for i, tensor in enumerate(("q", "k", "v", "dout")):
-        large[tensor] = storage.as_strided((3, 70, 3, 64), (*strides, 1), i * apart)
-        large[tensor].copy_(getattr(small, tensor))
+        values = getattr(small, tensor)
+        large[tensor] = storage.as_strided(values.shape, (*OFFSETS[name], 1), i * apart)
+        large[tensor].copy_(values)
     check(small.with_(**large), "portable", causal=True)
 
 
