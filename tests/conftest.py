@@ -89,6 +89,13 @@ def _job(item) -> Job | None:
     return job if isinstance(job, Job) else None
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _one_thread():
+    """Tensors this small are computed sooner than a second thread wakes up, and the compile pool has work for the other cores."""
+    if not CUDA:
+        torch.set_num_threads(1)
+
+
 @pytest.fixture(scope="session")
 def compile_pool(request):
     """One worker per core, at work on every `job` parameter of the session from the start."""

@@ -218,3 +218,24 @@ def test_deterministic_mode_changes_no_bit(impl, device, layout, request):
     assert same_bits(run(data, impl, causal=True, deterministic=True), before)
     request.getfixturevalue("deterministic_algorithms")
     assert same_bits(run(data, impl, causal=True), before)
+
+
+# ------------------------------------------------------------------------------------------------------------------- torch.func
+
+
+@pytest.mark.parametrize("impl, device", [EAGER, GPU])
+def test_functional_transforms_give_the_ordinary_results(impl, device):
+    generator = torch.Generator(device).manual_seed(0)
+    x = torch.randn(2, 1, 5, 2, 8, generator=generator, device=device)
+
+    def loss(x):
+        out, lse = attention(x, x, x, causal=True, return_lse=True, impl=impl)
+        return out.square().sum() + lse.sum()
+
+    leaf = x[0].clone().requires_grad_()
+    (expected,) = torch.autograd.grad(loss(leaf), leaf)
+    assert torch.equal(torch.func.grad(loss)(x[0]), expected)
+    value, pullback = torch.func.vjp(loss, x[0])
+    assert torch.equal(pullback(torch.ones_like(value))[0], expected)
+    both = torch.func.vmap(lambda x: attention(x, x, x, causal=True, impl=impl))(x)
+    assert torch.equal(both, torch.stack([attention(one, one, one, causal=True, impl=impl) for one in x]))

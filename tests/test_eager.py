@@ -98,15 +98,6 @@ def packed(lens_q, lens_k, *, tail=0, **options):
     return *(x[0] for x in (q, k, v, dout, dlse)), cu
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small are computed sooner than a second thread wakes up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 @pytest.fixture(params=[(1 << 19, 64), (1000, 8)], ids=["one-chunk", "chunks"])
 def chunking(request, monkeypatch):
     set_chunking(monkeypatch, *request.param)

@@ -27,15 +27,6 @@ MASKS = [
 SIZES = [(3, 3), (3, 7), (7, 3), (1, 5), (5, 1)]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread():
-    """Tensors this small are computed sooner than a second thread wakes up."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def inputs(rows_q, rows_k, *, batch=2, heads=4, heads_kv=2, dim=5, dim_v=3, seed=0):
     generator = torch.Generator().manual_seed(seed)
     shapes = (batch, rows_q, heads, dim), (batch, rows_k, heads_kv, dim), (batch, rows_k, heads_kv, dim_v)

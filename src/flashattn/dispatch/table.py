@@ -18,7 +18,6 @@ OLDEST_CAPABILITY = (8, 0)
 @dataclass(frozen=True)
 class Kernel:
     name: str
-    about: str
     reasons: Callable[[Problem], list[str]]
     rows: Callable[[Problem], dict[str, Config]]
     launch: str
@@ -61,6 +60,6 @@ def eager_reasons(problem: Problem) -> list[str]:
 
 
 KERNELS = (
-    Kernel("portable", "Triton, any GPU", portable_reasons, portable_rows, "flashattn.launch.portable"),
-    Kernel("eager", "plain PyTorch, any device", eager_reasons, lambda problem: {}, "flashattn.eager"),
+    Kernel("portable", portable_reasons, portable_rows, "flashattn.launch.portable"),
+    Kernel("eager", eager_reasons, lambda problem: {}, "flashattn.eager"),
 )

@@ -83,10 +83,11 @@ def _order(problem: Problem, block: int, over_keys: bool) -> Order:
     heads = problem.heads_kv if over_keys else problem.heads_q
     if problem.varlen:
         tiles = (problem.total_k if over_keys else problem.total_q) // block + problem.batch + 1
-        lanes, walked = heads, (problem.total_q if over_keys else problem.total_k)
+        lanes = heads
     else:
         tiles = -(-(problem.seqlen_k if over_keys else problem.seqlen_q) // block)
-        lanes, walked = heads * problem.batch, (problem.seqlen_q if over_keys else problem.seqlen_k)
+        lanes = heads * problem.batch
+    walked = problem.seqlen_q if over_keys else problem.seqlen_k
     walked_bytes = max(1, walked * problem.itemsize * (problem.head_dim + problem.head_dim_v))
     sharing = 1 if over_keys else problem.group
     wave = max(1, WAVE_BYTES // walked_bytes) * sharing

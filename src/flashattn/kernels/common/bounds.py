@@ -1,8 +1,9 @@
 """Which tiles of the other side a tile has to visit, and which of those need no mask.
 
 Query i and key j meet when -left <= j - (i + diagonal) <= right. Both questions, keys for a block of rows and rows for a block of
-keys, return `lo, full_lo, full_hi, hi`, multiples of the block: a loop runs [lo, full_lo) with a mask, [full_lo, full_hi) without,
-[full_hi, hi) with. The second question is the first one mirrored: left and right change places and the diagonal its sign.
+keys, return `lo, full_lo, full_hi, hi`, multiples of the block: one loop runs over [lo, hi) and masks a tile only outside
+[full_lo, full_hi). (Three loops, one a range, need twice the registers.) The second question is the first one mirrored: left and right
+change places and the diagonal its sign.
 """
 
 import triton

@@ -1,4 +1,4 @@
-"""The score order, once, and its reverse: s = scale * q.k, then the keep-mask, then the softmax.
+"""The score order, once, and its reverse: s = scale * q.k; the keep-mask and the softmax come after it.
 
 The scale is not multiplied in here. Scores stay raw and the softmax takes exp2(s * scale_log2 - shift), one fused multiply-add an
 element, with scale_log2 = |scale| * log2(e) > 0 so that a maximum of raw scores is a maximum of scaled ones. The sign of the scale is
