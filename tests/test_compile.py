@@ -35,6 +35,7 @@ class Variant:
 
 VARIANTS = {
     "plain": Variant(),
+    "grouped": Variant(group=4),
     "causal-ragged": Variant(right=0, ragged_lengths=True, ragged_dim=True, half="float16", group=4),
     "packed-window": Variant(left=300, right=5, varlen=True, group=2),
     "topleft": Variant(right=0, top_left=True, ragged_dim=True, half="float16", scale=-0.1, tf32=True),

@@ -70,8 +70,9 @@ def test_every_row_of_a_table_is_taken_by_some_call(capability, monkeypatch):
     for number, key in enumerate(list(table)):
         monkeypatch.setitem(table, key, configs.Config(number, 0, 0, 0))
     taken = set()
-    for dtype, head_dim, head_dim_v in product(DTYPES, *[(1, 40, 64, 72, 128, 192, 256)] * 2):
-        problem = replace(PROBLEM, dtype=dtype, head_dim=head_dim, head_dim_v=head_dim_v, capability=capability)
+    for dtype, heads_q, head_dim, head_dim_v in product(DTYPES, (2, 4), *[(1, 40, 64, 72, 128, 192, 256)] * 2):
+        sizes = {"heads_q": heads_q, "head_dim": head_dim, "head_dim_v": head_dim_v}
+        problem = replace(PROBLEM, dtype=dtype, **sizes, capability=capability)
         taken |= {row.block_m for row in ROWS["portable"].rows(problem).values() if row.num_warps == 0}
     assert [key for number, key in enumerate(table) if number not in taken] == []
 

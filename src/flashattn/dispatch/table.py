@@ -43,14 +43,22 @@ def portable_reasons(problem: Problem) -> list[str]:
     return found
 
 
+def _kinds(problem: Problem) -> tuple[str, ...]:
+    """Which special rows serve a problem: "padded" head dims are no power of two; an "open" one masks nothing and groups no heads."""
+    dims, lengths = (problem.head_dim, problem.head_dim_v), (problem.seqlen_q, problem.seqlen_k)
+    if any(padded_head_dim(dim) != dim for dim in dims):
+        return ("padded",)
+    masked = problem.varlen or (problem.window_left, problem.window_right) != (None, None) or any(length % 128 for length in lengths)
+    return () if masked or problem.group > 1 else ("open",)
+
+
 def portable_rows(problem: Problem) -> dict[str, Config]:
     """{pass: tile} in the order of running. dK and dV are one pass, or two where the table has rows for each."""
-    padded = [padded_head_dim(dim) for dim in (problem.head_dim, problem.head_dim_v)]
-    key = (problem.itemsize, max(*padded, 64))
+    key = (problem.itemsize, max(padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v), 64))
     rows = {**portable.ROWS, **TABLES.get(problem.capability, {})}
-    found = {name: row for (name, *rest), row in rows.items() if tuple(rest) == key}
-    if padded != [problem.head_dim, problem.head_dim_v]:
-        found |= {name: row for (name, *rest), row in rows.items() if tuple(rest) == (*key, "padded")}
+    found = {}
+    for wanted in (key, *((*key, kind) for kind in _kinds(problem))):
+        found |= {name: row for (name, *rest), row in rows.items() if tuple(rest) == wanted}
     names = ("forward", "delta", *(("dk", "dv") if "dk" in found else ("dkdv",)), "dq")
     return {name: found[name] for name in names}
 

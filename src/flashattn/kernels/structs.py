@@ -1,11 +1,16 @@
 """What a kernel is told, in a few named tuples instead of forty scalars.
 
 Members of the runtime structs may be None, which costs nothing: Triton drops them at compile time. `Spec` and `Tile` travel as
-one constexpr argument each. The surprising fact: a jit function must never be a field of these, since Triton's disk cache would
-key on its name and not on its source.
+one constexpr argument each. The surprising facts: a jit function must never be a field of these, since Triton's disk cache would
+key on its name and not on its source; and Triton compiles a kernel anew for a member that is 1 or a multiple of 16, whatever
+`do_not_specialize` says, so numbers that change from call to call are arguments of their own, named in SIZES.
 """
 
 from typing import NamedTuple
+
+# total_q, total_k: rows of a dense batch entry, or of all packed sequences. wave: heads that advance together, so that what they share
+# stays in L2. left, right: keys each side of the diagonal that a query keeps, read only where `Spec.left` / `Spec.right` say so.
+SIZES = ("total_q", "total_k", "batch", "heads_q", "heads_kv", "wave", "left", "right")
 
 
 class View(NamedTuple):
@@ -18,30 +23,10 @@ class View(NamedTuple):
 
 
 class Seqlens(NamedTuple):
-    """Rows of a dense batch entry (`cu_*` None), or the packed totals with their cumulative lengths [batch + 1]."""
+    """Cumulative lengths [batch + 1] of packed sequences; None in a dense call."""
 
     cu_q: object
     cu_k: object
-    q: int
-    k: int
-    batch: int
-
-
-class Order(NamedTuple):
-    """How the one-dimensional grid maps to (tile, head): `wave` heads advance together so that what they share stays in L2."""
-
-    tiles: int
-    lanes: int
-    wave: int
-    heads_q: int
-    heads_kv: int
-
-
-class Window(NamedTuple):
-    """Keys each side of the diagonal that a query keeps, the diagonal included; read only where `Spec.left` / `Spec.right` say so."""
-
-    left: int
-    right: int
 
 
 class Spec(NamedTuple):

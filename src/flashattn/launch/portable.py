@@ -14,7 +14,7 @@ import torch
 from ..dispatch.table import padded_head_dim, portable_rows
 from ..kernels.portable.backward import attn_bwd_delta, attn_bwd_dkdv, attn_bwd_dq
 from ..kernels.portable.forward import attn_fwd
-from ..kernels.structs import Order, Seqlens, Spec, Tile, View, Window
+from ..kernels.structs import Seqlens, Spec, Tile, View
 from ..problem import Problem
 
 WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
@@ -39,12 +39,6 @@ _rows_of = lru_cache(maxsize=1024)(portable_rows)
 def _view(tensor) -> View:
     stride = tensor.stride()
     return View(tensor, stride[0], stride[2], stride[1]) if tensor.dim() == 4 else View(tensor, 0, stride[1], stride[0])
-
-
-def _lse_view(tensor) -> View:
-    """[batch, heads, rows], or packed [heads, rows]."""
-    stride = tensor.stride()
-    return View(tensor, stride[0], stride[1], stride[2]) if tensor.dim() == 3 else View(tensor, 0, stride[0], stride[1])
 
 
 def _tile(problem: Problem, config, *views: View) -> Tile:
@@ -79,29 +73,21 @@ def _spec(problem: Problem, ragged: bool, need_dk=False, need_dv=False) -> Spec:
     )
 
 
-def _order(problem: Problem, block: int, over_keys: bool) -> Order:
-    heads = problem.heads_kv if over_keys else problem.heads_q
-    if problem.varlen:
-        tiles = (problem.total_k if over_keys else problem.total_q) // block + problem.batch + 1
-        lanes = heads
-    else:
-        tiles = -(-(problem.seqlen_k if over_keys else problem.seqlen_q) // block)
-        lanes = heads * problem.batch
+def _totals(problem: Problem) -> tuple[int, int]:
+    return (problem.total_q, problem.total_k) if problem.varlen else (problem.seqlen_q, problem.seqlen_k)
+
+
+def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], tuple[int, ...]]:
+    """The grid, with what structs.SIZES names: as many lanes in a wave as find what they walk in L2."""
+    totals = _totals(problem)
+    heads, total = (problem.heads_kv, totals[1]) if over_keys else (problem.heads_q, totals[0])
+    lanes, slots = (heads, total // block + problem.batch + 1) if problem.varlen else (heads * problem.batch, -(-total // block))
     walked = problem.seqlen_q if over_keys else problem.seqlen_k
     walked_bytes = max(1, walked * problem.itemsize * (problem.head_dim + problem.head_dim_v))
     sharing = 1 if over_keys else problem.group
-    wave = max(1, WAVE_BYTES // walked_bytes) * sharing
-    return Order(tiles, lanes, min(wave, lanes), problem.heads_q, problem.heads_kv)
-
-
-def _seqlens(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> Seqlens:
-    if problem.varlen:
-        return Seqlens(cu_seqlens_q, cu_seqlens_k, problem.total_q, problem.total_k, problem.batch)
-    return Seqlens(None, None, problem.seqlen_q, problem.seqlen_k, problem.batch)
-
-
-def _window(problem: Problem) -> Window:
-    return Window(problem.window_left or 0, problem.window_right or 0)
+    wave = min(max(1, WAVE_BYTES // walked_bytes) * sharing, lanes)
+    window = problem.window_left or 0, problem.window_right or 0
+    return (slots * lanes,), (*totals, problem.batch, problem.heads_q, problem.heads_kv, wave, *window)
 
 
 def _scale_log2(problem: Problem) -> float:
@@ -115,50 +101,44 @@ def _options(config) -> dict:
 
 def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
     """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
-    order = _order(problem, config.block_m, over_keys=False)
+    grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = _view(q), _view(k), _view(v), _view(out)
     spec, tile = _spec(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views)
-    seqlens = _seqlens(problem, cu_seqlens_q, cu_seqlens_k)
-    args = (*views, _lse_view(lse), seqlens, order, _scale_log2(problem), _window(problem), spec, tile)
-    return attn_fwd, (order.tiles * order.lanes,), args, _options(config)
+    args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, _scale_log2(problem), spec, tile)
+    return attn_fwd, grid, args, _options(config)
 
 
 def delta_launch(problem: Problem, config, out, dout, dlse, delta):
-    rows = problem.total_q if problem.varlen else problem.seqlen_q
-    lanes = problem.heads_q * (1 if problem.varlen else problem.batch)
-    order = Order(-(-rows // config.block_m), lanes, lanes, problem.heads_q, problem.heads_kv)
+    total, batch = _totals(problem)[0], 1 if problem.varlen else problem.batch
     views = _view(out), _view(dout)
-    dlse_view = None if dlse is None else _lse_view(dlse)
-    args = (*views, dlse_view, _lse_view(delta), Seqlens(None, None, rows, rows, problem.batch), order, _tile(problem, config, *views))
-    return attn_bwd_delta, (order.tiles * lanes,), args, _options(config)
+    args = (*views, dlse, delta, total, batch, problem.heads_q, _tile(problem, config, *views))
+    return attn_bwd_delta, (-(-total // config.block_m) * batch * problem.heads_q,), args, _options(config)
 
 
 def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k):
     """dk or dv may be None; v and delta are used for dk alone."""
-    order = _order(problem, config.block_n, over_keys=True)
+    grid, sizes = _sizes(problem, config.block_n, over_keys=True)
     tensors = (q, k, v if dk is not None else None, dout)
     views = [None if tensor is None else _view(tensor) for tensor in tensors]
     gradients = [None if tensor is None else _view(tensor) for tensor in (dk, dv)]
-    delta_view = None if dk is None else _lse_view(delta)
     spec = _spec(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
     tile = _tile(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
-        *views, _lse_view(lse), delta_view, *gradients, _seqlens(problem, cu_seqlens_q, cu_seqlens_k), order,
-        problem.softmax_scale, _scale_log2(problem), _window(problem), spec, tile,
+        *views, lse, None if dk is None else delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes,
+        problem.softmax_scale, _scale_log2(problem), spec, tile,
     )  # fmt: skip
-    return attn_bwd_dkdv, (order.tiles * order.lanes,), args, _options(config)
+    return attn_bwd_dkdv, grid, args, _options(config)
 
 
 def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k):
-    order = _order(problem, config.block_m, over_keys=False)
+    grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = _view(q), _view(k), _view(v), _view(dout)
     dq_view = _view(dq)
     spec, tile = _spec(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views, dq_view)
     args = (
-        *views, _lse_view(lse), _lse_view(delta), dq_view, _seqlens(problem, cu_seqlens_q, cu_seqlens_k), order,
-        problem.softmax_scale, _scale_log2(problem), _window(problem), spec, tile,
+        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, problem.softmax_scale, _scale_log2(problem), spec, tile,
     )  # fmt: skip
-    return attn_bwd_dq, (order.tiles * order.lanes,), args, _options(config)
+    return attn_bwd_dq, grid, args, _options(config)
 
 
 def _run(kernel, grid, args, options):
@@ -194,7 +174,7 @@ def _without_empty_rows(lse, dout, dlse):
 def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
     """(dq, dk, dv), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None."""
     need_dq, need_dk, need_dv = needs
-    q, k = _rows(q), _rows(k)
+    q, k, lse = _rows(q), _rows(k), lse.contiguous()
     v = v if v is None else _rows(v)
     dout = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device) if dout is None else _rows(dout)
     if _may_have_rows_without_keys(problem):
@@ -203,8 +183,8 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
     delta = dq = dk = dv = None
     with _device(q):
         if need_dq or need_dk:
-            delta = torch.empty_like(lse)
-            dlse = dlse if dlse is None or dlse.stride(-1) == 1 else dlse.contiguous()
+            delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
+            dlse = None if dlse is None else dlse.contiguous()
             _run(*delta_launch(problem, rows["delta"], _rows(out), dout, dlse, delta))
         if need_dk:
             dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)

@@ -1,7 +1,7 @@
 """Rows for any GPU: small enough for 99 KB of shared memory a program (sm_86, sm_89, sm_120), and free of spills from sm_80 to sm_100.
 
-Key: (pass, bytes of an element, largest padded head dim), with "padded" as a fourth member for a row that serves only head dims that are
-no power of two (their masks take registers). "delta" uses block_m alone. Chosen from compiler reports, never timed: a GPU
+Key: (pass, bytes of an element, largest padded head dim), with a fourth member for a row that serves only some calls: "padded", head dims
+that are no power of two (their masks take registers); "open", neither a mask nor grouped heads. "delta" uses block_m alone. Chosen from compiler reports, never timed: a GPU
 that somebody measures gets a table of its own.
 """
 

@@ -33,14 +33,14 @@ def visited(first, last, rows, diagonal, before, after, BLOCK: tl.constexpr, BEF
 
 
 @triton.jit
-def key_range(m0, rows_q, rows_k, diagonal, window, SPEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Keys for the query rows [m0, m0 + BLOCK_M)."""
     last = tl.minimum(m0 + BLOCK_M, rows_q) - 1
-    return visited(m0, last, rows_k, diagonal, window.left, window.right, BLOCK_N, SPEC.left, SPEC.right)
+    return visited(m0, last, rows_k, diagonal, left, right, BLOCK_N, SPEC.left, SPEC.right)
 
 
 @triton.jit
-def query_range(n0, rows_q, rows_k, diagonal, window, SPEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+def query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
     """Query rows for the keys [n0, n0 + BLOCK_N)."""
     last = tl.minimum(n0 + BLOCK_N, rows_k) - 1
-    return visited(n0, last, rows_q, -diagonal, window.right, window.left, BLOCK_M, SPEC.right, SPEC.left)
+    return visited(n0, last, rows_q, -diagonal, right, left, BLOCK_M, SPEC.right, SPEC.left)

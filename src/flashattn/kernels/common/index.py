@@ -11,14 +11,20 @@ import triton.language as tl
 
 
 @triton.jit
-def program_tile(order):
-    """(tile, lane): inside a wave all lanes take tile 0, then all take tile 1, ..."""
+def program_tile(total, batch, heads, wave, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
+    """(slot, slots, lane): a lane is a head of a batch entry; inside a wave all lanes take slot 0, then all take slot 1, ..."""
+    if VARLEN:
+        slots = total // BLOCK + batch + 1
+        lanes = heads
+    else:
+        slots = tl.cdiv(total, BLOCK)
+        lanes = heads * batch
     pid = tl.program_id(0)
-    per_wave = order.tiles * order.wave
-    first = pid // per_wave * order.wave
+    per_wave = slots * wave
+    first = pid // per_wave * wave
     rest = pid % per_wave
-    width = tl.minimum(order.lanes - first, order.wave)
-    return rest // width, first + rest % width
+    width = tl.minimum(lanes - first, wave)
+    return rest // width, slots, first + rest % width
 
 
 @triton.jit
@@ -40,7 +46,7 @@ def sequence_of_slot(slot, cu, batch, total, BLOCK: tl.constexpr):
 def packed_range(b, cu, batch, total):
     """(first row, rows) of sequence b, clamped into [0, total]; the tail for b = batch."""
     start = tl.minimum(tl.maximum(tl.load(cu + b), 0), total)
-    end = tl.load(cu + b + 1, mask=b < batch, other=total)
+    end = tl.where(b < batch, tl.load(cu + b + 1, mask=b < batch, other=0), total)  # `other` would be cut to 32 bits
     end = tl.maximum(tl.minimum(end, total), start)
     return start, end - start
 
@@ -91,6 +97,12 @@ def step(index, stride, ALIGN: tl.constexpr):
 def rows_pointer(view, entry, head, row, ALIGN: tl.constexpr):
     """Pointer to element 0 of a row."""
     return view.ptr + (step(entry, view.stride_b, ALIGN) + step(head, view.stride_h, ALIGN) + step(row, view.stride_n, ALIGN))
+
+
+@triton.jit
+def head_pointer(tensor, entry, head, heads, total):
+    """Pointer to row 0 of a head of a contiguous [batch, heads, rows] tensor (lse and delta)."""
+    return tensor + (wide(entry) * heads + head) * total
 
 
 @triton.jit

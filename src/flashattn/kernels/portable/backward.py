@@ -12,24 +12,26 @@ import triton
 import triton.language as tl
 
 from ..common.bounds import key_range, query_range
-from ..common.index import load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
+from ..common.index import head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
 from ..common.score import score, score_gradient
 from ..common.softmax import LOG2E, probabilities
+from ..structs import SIZES
 from .profile import dkdv_metadata, dq_metadata
 
 
-@triton.jit
-def attn_bwd_delta(out, dout, dlse, delta, seqlens, order, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=SIZES)
+def attn_bwd_delta(out, dout, dlse, delta, total_q, batch, heads_q, TILE: tl.constexpr):
     """delta = rowsum(dO * out) - dlse, fp32. `dlse` is None when no gradient came into lse."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_DV: tl.constexpr = TILE.block_dv
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
-    tile, lane = program_tile(order)
-    head = lane % order.heads_q
-    entry = lane // order.heads_q
-    m0 = tile * BLOCK_M
-    rows = seqlens.q - m0
+    lanes = heads_q * batch
+    lane = tl.program_id(0) % lanes
+    head = lane % heads_q
+    entry = lane // heads_q
+    m0 = tl.program_id(0) // lanes * BLOCK_M
+    rows = total_q - m0
     out_base = rows_pointer(out, entry, head, m0, TILE.align)
     dout_base = rows_pointer(dout, entry, head, m0, TILE.align)
     o_MV = load_tile(tile_pointers(out, out_base, BLOCK_M, BLOCK_DV, TILE.align), rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
@@ -37,14 +39,14 @@ def attn_bwd_delta(out, dout, dlse, delta, seqlens, order, TILE: tl.constexpr):
     delta_M = tl.sum(o_MV.to(tl.float32) * do_MV.to(tl.float32), 1)
     offs_m = tl.arange(0, BLOCK_M)
     if dlse is not None:
-        delta_M -= load_row(rows_pointer(dlse, entry, head, m0, 1), rows, BLOCK_M, True)
-    tl.store(rows_pointer(delta, entry, head, m0, 1) + offs_m, delta_M, mask=offs_m < rows)
+        delta_M -= load_row(head_pointer(dlse, entry, head, heads_q, total_q) + m0, rows, BLOCK_M, True)
+    tl.store(head_pointer(delta, entry, head, heads_q, total_q) + m0 + offs_m, delta_M, mask=offs_m < rows)
 
 
 @triton.jit
 def gather_dkdv(
-    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, first_head, group, q_start, rows_q, n0, diagonal, lo, full_lo, full_hi, hi,
-    scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr,
+    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, first_head, group, q_start, rows_q, total_q, n0, diagonal,
+    lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both."""
     BLOCK_M: tl.constexpr = TILE.m
@@ -54,41 +56,41 @@ def gather_dkdv(
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
-    steps = (hi - lo) // BLOCK_M
+    length = hi - lo
+    stop = lo + group * length if SPEC.grouped else hi
     q_first = tile_pointers(q, rows_pointer(q, entry, first_head, q_start, TILE.align), BLOCK_M, BLOCK_D, TILE.align)
     do_first = tile_pointers(dout, rows_pointer(dout, entry, first_head, q_start, TILE.align), BLOCK_M, BLOCK_DV, TILE.align)
-    lse_first = rows_pointer(lse, entry, first_head, q_start, 1)
-    delta_first = rows_pointer(delta, entry, first_head, q_start, 1) if SPEC.need_dk else lse_first
-    for i in tl.range(0, group * steps):
-        member = i // steps if SPEC.grouped else 0
-        m0 = lo + (i - member * steps) * BLOCK_M
+    for m in tl.range(lo, stop, BLOCK_M):
+        member = (m - lo) // length if SPEC.grouped else 0
+        m0 = m - member * length
         rows = rows_q - m0
         q_pointers = q_first + (step(member, q.stride_h, TILE.align) + step(m0, q.stride_n, TILE.align))
         q_MD = load_tile(q_pointers, rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
-        lse_M = load_row(lse_first + step(member, lse.stride_h, 1) + m0, rows, BLOCK_M, SPEC.ragged)
+        lse_M = load_row(lse + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
         s_NM = score(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), SPEC)
         p_NM = probabilities(s_NM, (lse_M * LOG2E)[None, :], scale_log2)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (m0 < full_lo) | (m0 >= full_hi):
                 row_M = m0 + tl.arange(0, BLOCK_M)
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
-                keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], window, SPEC)
+                keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], left, right, SPEC)
                 p_NM = tl.where(keep, p_NM, 0.0)
         do_pointers = do_first + (step(member, dout.stride_h, TILE.align) + step(m0, dout.stride_n, TILE.align))
         do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
         if SPEC.need_dv:
             dv_NV = tl.dot(p_NM.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
         if SPEC.need_dk:
-            delta_M = load_row(delta_first + step(member, delta.stride_h, 1) + m0, rows, BLOCK_M, SPEC.ragged)
+            delta_M = load_row(delta + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
             dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
             ds_NM = score_gradient(p_NM, dp_NM, delta_M[None, :])
             dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_NV
 
 
-@triton.jit(launch_metadata=dkdv_metadata)
+@triton.jit(do_not_specialize=SIZES, launch_metadata=dkdv_metadata)
 def attn_bwd_dkdv(
-    q, k, v, dout, lse, delta, dk, dv, seqlens, order, scale, scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr
+    q, k, v, dout, lse, delta, dk, dv, seqlens, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key/value head, summed over the query heads that read it. Not needed: None."""
     BLOCK_M: tl.constexpr = TILE.m
@@ -97,18 +99,21 @@ def attn_bwd_dkdv(
     BLOCK_DV: tl.constexpr = TILE.block_dv
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
-    slot, lane = program_tile(order)
+    slot, _, lane = program_tile(total_k, batch, heads_kv, wave, BLOCK_N, SPEC.varlen)
     tile, entry, head_kv, k_start, rows_k, q_start, rows_q = locate(
-        slot, lane, order.heads_kv, seqlens.cu_k, seqlens.cu_q, BLOCK_N, seqlens.k, seqlens.q, seqlens.batch, SPEC.varlen
+        slot, lane, heads_kv, seqlens.cu_k, seqlens.cu_q, BLOCK_N, total_k, total_q, batch, SPEC.varlen
     )
     n0 = tile * BLOCK_N
     if n0 < rows_k:
         diagonal = 0 if SPEC.top_left else rows_k - rows_q
-        group = order.heads_q // order.heads_kv
+        group = heads_q // heads_kv
+        lse_first = head_pointer(lse, entry, head_kv * group, heads_q, total_q) + q_start
+        delta_first = lse_first
         k_base = rows_pointer(k, entry, head_kv, k_start + n0, TILE.align)
         k_ND = load_tile(tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, True)
         v_NV = None
         if SPEC.need_dk:
+            delta_first = head_pointer(delta, entry, head_kv * group, heads_q, total_q) + q_start
             v_base = rows_pointer(v, entry, head_kv, k_start + n0, TILE.align)
             v_NV = load_tile(tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, True)
         if SPEC.prescaled:
@@ -116,10 +121,10 @@ def attn_bwd_dkdv(
             scale_log2 = 1.0
         dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_NV = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        lo, full_lo, full_hi, hi = query_range(n0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
+        lo, full_lo, full_hi, hi = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dk_ND, dv_NV = gather_dkdv(
-            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, head_kv * group, group, q_start, rows_q, n0, diagonal,
-            lo, full_lo, full_hi, hi, scale_log2, window, SPEC, TILE,
+            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, entry, head_kv * group, group, q_start, rows_q, total_q, n0,
+            diagonal, lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         if SPEC.need_dk:
             dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
@@ -131,7 +136,7 @@ def attn_bwd_dkdv(
 
 @triton.jit
 def gather_dq(
-    dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window,
+    dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to dQ of a block of query rows."""
@@ -151,7 +156,7 @@ def gather_dq(
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
-                keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], window, SPEC)
+                keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
                 p_MN = tl.where(keep, p_MN, 0.0)
         dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
         ds_MN = score_gradient(p_MN, dp_MN, delta_M[:, None])
@@ -159,8 +164,11 @@ def gather_dq(
     return dq_MD
 
 
-@triton.jit(launch_metadata=dq_metadata)
-def attn_bwd_dq(q, k, v, dout, lse, delta, dq, seqlens, order, scale, scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=SIZES, launch_metadata=dq_metadata)
+def attn_bwd_dq(
+    q, k, v, dout, lse, delta, dq, seqlens, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """dQ of one block of query rows of one head."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -168,15 +176,15 @@ def attn_bwd_dq(q, k, v, dout, lse, delta, dq, seqlens, order, scale, scale_log2
     BLOCK_DV: tl.constexpr = TILE.block_dv
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
-    tile, lane = program_tile(order)
-    slot = order.tiles - 1 - tile
+    slot, slots, lane = program_tile(total_q, batch, heads_q, wave, BLOCK_M, SPEC.varlen)
+    slot = slots - 1 - slot
     tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
-        slot, lane, order.heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, seqlens.q, seqlens.k, seqlens.batch, SPEC.varlen
+        slot, lane, heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, total_q, total_k, batch, SPEC.varlen
     )
     m0 = tile * BLOCK_M
     if m0 < rows_q:
         diagonal = 0 if SPEC.top_left else rows_k - rows_q
-        head_kv = head // (order.heads_q // order.heads_kv)
+        head_kv = head // (heads_q // heads_kv)
         row = q_start + m0
         q_base = rows_pointer(q, entry, head, row, TILE.align)
         do_base = rows_pointer(dout, entry, head, row, TILE.align)
@@ -184,17 +192,17 @@ def attn_bwd_dq(q, k, v, dout, lse, delta, dq, seqlens, order, scale, scale_log2
         v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
         q_MD = load_tile(tile_pointers(q, q_base, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         do_MV = load_tile(tile_pointers(dout, do_base, BLOCK_M, BLOCK_DV, TILE.align), rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
-        lse_log2_M = load_row(rows_pointer(lse, entry, head, row, 1), rows_q - m0, BLOCK_M, True) * LOG2E
-        delta_M = load_row(rows_pointer(delta, entry, head, row, 1), rows_q - m0, BLOCK_M, True)
+        lse_log2_M = load_row(head_pointer(lse, entry, head, heads_q, total_q) + row, rows_q - m0, BLOCK_M, True) * LOG2E
+        delta_M = load_row(head_pointer(delta, entry, head, heads_q, total_q) + row, rows_q - m0, BLOCK_M, True)
         q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
         dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if SPEC.prescaled:
             q_MD = q_MD * scale_log2
             scale_log2 = 1.0
-        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
+        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dq_MD = gather_dq(
-            dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window,
-            SPEC, TILE,
+            dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2,
+            left, right, SPEC, TILE,
         )  # fmt: skip
         dq_base = rows_pointer(dq, entry, head, row, TILE.align)
         store_tile(tile_pointers(dq, dq_base, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)

@@ -8,16 +8,17 @@ import triton
 import triton.language as tl
 
 from ..common.bounds import key_range
-from ..common.index import load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
+from ..common.index import head_pointer, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
 from ..common.score import score
 from ..common.softmax import finish, softmax_step
+from ..structs import SIZES
 from .profile import forward_metadata
 
 
 @triton.jit
 def attend(
-    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window,
+    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask."""
@@ -36,7 +37,7 @@ def attend(
         if MASKED:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
-                keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], window, SPEC)
+                keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
                 s_MN = tl.where(keep, s_MN, float("-inf"))
         p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, MASKED)
         v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
@@ -44,8 +45,11 @@ def attend(
     return acc_MV, m_M, l_M
 
 
-@triton.jit(launch_metadata=forward_metadata)
-def attn_fwd(q, k, v, out, lse, seqlens, order, scale_log2, window, SPEC: tl.constexpr, TILE: tl.constexpr):
+@triton.jit(do_not_specialize=SIZES, launch_metadata=forward_metadata)
+def attn_fwd(
+    q, k, v, out, lse, seqlens, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale_log2,
+    SPEC: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     """out = softmax(scale * q k^T, masked) v and lse, for one block of rows of one head."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -53,16 +57,15 @@ def attn_fwd(q, k, v, out, lse, seqlens, order, scale_log2, window, SPEC: tl.con
     BLOCK_DV: tl.constexpr = TILE.block_dv
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
-    tile, lane = program_tile(order)
-    # under a causal mask the last rows have the most keys: start them first
-    slot = order.tiles - 1 - tile
+    slot, slots, lane = program_tile(total_q, batch, heads_q, wave, BLOCK_M, SPEC.varlen)
+    slot = slots - 1 - slot  # under a causal mask the last rows have the most keys: start them first
     tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
-        slot, lane, order.heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, seqlens.q, seqlens.k, seqlens.batch, SPEC.varlen
+        slot, lane, heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, total_q, total_k, batch, SPEC.varlen
     )
     m0 = tile * BLOCK_M
     if m0 < rows_q:
         diagonal = 0 if SPEC.top_left else rows_k - rows_q
-        head_kv = head // (order.heads_q // order.heads_kv)
+        head_kv = head // (heads_q // heads_kv)
         q_base = rows_pointer(q, entry, head, q_start + m0, TILE.align)
         k_base = rows_pointer(k, entry, head_kv, k_start, TILE.align)
         v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
@@ -75,12 +78,13 @@ def attn_fwd(q, k, v, out, lse, seqlens, order, scale_log2, window, SPEC: tl.con
         acc_MV = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
         l_M = tl.zeros([BLOCK_M], tl.float32)
-        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, window, SPEC, BLOCK_M, BLOCK_N)
+        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         acc_MV, m_M, l_M = attend(
-            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, window, SPEC, TILE
+            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
+            SPEC, TILE,
         )  # fmt: skip
         out_MV, lse_M = finish(acc_MV, m_M, l_M)
         out_base = rows_pointer(out, entry, head, q_start + m0, TILE.align)
         store_tile(tile_pointers(out, out_base, BLOCK_M, BLOCK_DV, TILE.align), out_MV, rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
         offs_m = tl.arange(0, BLOCK_M)
-        tl.store(rows_pointer(lse, entry, head, q_start + m0, 1) + offs_m, lse_M, mask=offs_m < rows_q - m0)
+        tl.store(head_pointer(lse, entry, head, heads_q, total_q) + q_start + m0 + offs_m, lse_M, mask=offs_m < rows_q - m0)

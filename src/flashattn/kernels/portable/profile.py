@@ -4,17 +4,18 @@ Runs on the host, only while a launch hook is set. FLOPs and bytes are there for
 on more than a launch should count, and packed lengths live on the GPU.
 """
 
+from ..structs import SIZES
+
 
 def _metadata(args, name, products_d, products_dv):
-    q, seqlens, order, spec, tile = args["q"], args["seqlens"], args["order"], args["SPEC"], args["TILE"]
-    shape = f"q{seqlens.q}_k{seqlens.k}_h{order.heads_q}/{order.heads_kv}_d{tile.head_dim}/{tile.head_dim_v}"
+    total_q, total_k, batch, heads_q, heads_kv = (args[size] for size in SIZES[:5])
+    spec, tile, itemsize = args["SPEC"], args["TILE"], args["q"].ptr.element_size()
+    shape = f"q{total_q}_k{total_k}_h{heads_q}/{heads_kv}_d{tile.head_dim}/{tile.head_dim_v}"
     found = {"name": f"{name}[{shape}]"}
     if not (spec.varlen or spec.left or spec.right):
-        batch = seqlens.batch
-        pairs = 2 * batch * order.heads_q * seqlens.q * seqlens.k
-        itemsize = q.ptr.element_size()
+        pairs = 2 * batch * heads_q * total_q * total_k
         found[f"flops{itemsize * 8}"] = pairs * (products_d * tile.head_dim + products_dv * tile.head_dim_v)
-        rows = batch * (order.heads_q * seqlens.q + order.heads_kv * seqlens.k)
+        rows = batch * (heads_q * total_q + heads_kv * total_k)
         found["bytes"] = itemsize * rows * (tile.head_dim + tile.head_dim_v)
     return found
 
