@@ -6,13 +6,12 @@ hardest on each architecture, unless FLASHATTN_COMPILE_ALL=1.
 """
 
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import pytest
 import torch
 
 from aot import Job
-from flashattn.dispatch.configs import portable, sm90
 from flashattn.dispatch.table import portable_rows
 from flashattn.problem import Problem
 
@@ -117,17 +116,3 @@ def jobs() -> list[Job]:
 @pytest.mark.parametrize("job", jobs(), ids=str)
 def test_a_shipped_row_compiles_fits_and_spills_nothing(compiled):
     assert compiled.problems() == []
-
-
-def test_every_row_is_reached():
-    """A row that no problem selects would never be compiled, nor run."""
-    reached = {}
-    for cc, capability in CAPABILITIES.items():
-        for itemsize in (2, 4):
-            for dim in range(1, 257):
-                problem = replace(problem_of(VARIANTS["plain"], itemsize, 64, cc), head_dim=dim, head_dim_v=dim)
-                for name, row in portable_rows(problem).items():
-                    reached.setdefault(capability, set()).add((name, itemsize, row))
-    for table, serves in ((portable.ROWS, (8, 0)), (sm90.ROWS, (9, 0))):
-        for (name, itemsize, *_), row in table.items():
-            assert (name, itemsize, row) in reached[serves]

@@ -17,7 +17,7 @@ ROWS = {
     ("dkdv", 2, 64): Config(32, 64, 8, 2),
     ("dkdv", 2, 128): Config(32, 64, 8, 1),
     ("dkdv", 2, 256): Config(32, 32, 8, 1),
-    ("dkdv", 4, 64): Config(16, 32, 8, 1),
+    ("dkdv", 4, 64): Config(32, 32, 8, 1),
     ("dkdv", 4, 128): Config(16, 32, 8, 1),
     ("dkdv", 4, 128, "padded"): Config(16, 16, 8, 1),
     ("dkdv", 4, 256): Config(16, 16, 8, 1),
