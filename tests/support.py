@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from flashattn import attention, attention_varlen
-from flashattn.reference import attention_reference, attention_varlen_reference
+from flashattn.reference import attention_reference, attention_varlen_reference, keep_mask
 from inputs import STRIDES, Data, dense, packed
 
 __all__ = [
@@ -171,8 +171,8 @@ def _magnitude(data: Data, lse_grad, options) -> Results:
         # rows past the last cu_seqlens are NaN in the inputs and 0 in every result
         tensors = [getattr(piece, name).detach().float().nan_to_num() for name in ("q", "k", "v", "dout", "dlse")]
         tensors[-1] = tensors[-1].transpose(-1, -2)[..., None] * lse_grad
-        sums = [_cut(x, at_b, at, data.packed) for x, at in zip(total[1:], (at_h, at_h, at_kv, at_kv), strict=True)]
-        sums[0] = sums[0].transpose(-1, -2)
+        sums = [_cut(x, at_b, at, data.packed) for x, at in zip(total, (at_h, at_h, at_h, at_kv, at_kv), strict=True)]
+        sums[1] = sums[1].transpose(-1, -2)
         if not data.packed:
             _add_magnitude(sums, tensors, data.q.dtype, options)
             continue
@@ -180,35 +180,43 @@ def _magnitude(data: Data, lse_grad, options) -> Results:
         for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
             at_q, at_k = slice(q0, q1), slice(k0, k1)
             alone = [x[None, at] for x, at in zip(tensors, (at_q, at_k, at_k, at_q, at_q), strict=True)]
-            _add_magnitude([x[None, at] for x, at in zip(sums, (at_q, at_q, at_k, at_k), strict=True)], alone, data.q.dtype, options)
-    return total._replace(out=None)
+            _add_magnitude([x[None, at] for x, at in zip(sums, (at_q, at_q, at_q, at_k, at_k), strict=True)], alone, data.q.dtype, options)
+    return total
 
 
 def _add_magnitude(sums, tensors, dtype, options) -> None:
-    """Adds to (lse, dq, dk, dv) the absolute values of what is added and subtracted in each, times the rounding errors it comes with:
+    """Adds to (out, lse, dq, dk, dv) the absolute values of what is added and subtracted in each, times the rounding errors it comes with:
 
-    lse_i: sum_j p_ij t_ij with t_ij = |scale| |q_i|.|k_j|. The score s_ij is off by t_ij (in units of eps), so in a backward pass
-    p_ij = e^(s_ij - lse_i) is off by the factor x_ij = 2 t_ij + |lse_i|, where softmax never leaves the exponents of its row; hence
+    The score s_ij is off by t_ij = |scale| |q_i|.|k_j| (in units of eps), and the GPU's exponential by 2 (PTX ISA, ex2.approx: 2^-22);
+    hence lse_i: sum_j p_ij (t_ij + 2). The probabilities of a row are off by the factors w_ij = 2 t_ij + 2, of which out keeps what
+    doesn't cancel against the sum that it is divided by: sum_j p_ij w_ij |v_j - out_i|, at most (by Cauchy and Schwarz)
+    sqrt(sum_j p_ij w_ij^2) sqrt(sum_j p_ij v_j^2 - out_i^2). In a backward pass p_ij = e^(s_ij - lse_i) is off by
+    x_ij = w_ij + |lse_i|, where softmax never leaves the exponents of its row; hence
     dv_j: sum_i p_ij x_ij |dout_i|. And ds_ij = p_ij (dp_ij - delta_i + dlse_i) is off by p_ij times
     y_ij = x_ij |dp_ij - delta_i + dlse_i| + |dout_i|.|v_j| + |dout_i|.|out_i| + |dlse_i| + what rounding out to its dtype does to delta;
     hence dq_i: |scale| sum_j p_ij y_ij |k_j| and dk_j: |scale| sum_i p_ij y_ij |q_i|.
     """
     q, k, v, dout, dlse = tensors
-    scale = q.shape[-1] ** -0.5 if options.get("softmax_scale") is None else abs(options["softmax_scale"])
-    heads_kv, keys = k.shape[2], k.shape[1]
-    one_hot = torch.eye(keys, device=q.device)[None, :, None].expand(k.shape[0], keys, heads_kv, keys)
-    p, lse = attention_reference(q, k, one_hot, return_lse=True, **options)  # attention to unit vectors is the probabilities
+    signed_scale = q.shape[-1] ** -0.5 if options.get("softmax_scale") is None else options["softmax_scale"]
+    scale = abs(signed_scale)
+    heads_kv = k.shape[2]
+    out, lse = attention_reference(q, k, v, return_lse=True, **options)
     k, v = (x.repeat_interleave(q.shape[2] // heads_kv, dim=2) for x in (k, v))
     over_dim, over_j, over_i = "bihd,bjhd->bihj", "bihj,bjhd->bihd", "bihj,bihd->bjhd"
-    out = torch.einsum(over_j, p, v)
+    keep = keep_mask(q.shape[1], k.shape[1], causal=options.get("causal", False), window=options.get("window"), device=q.device)
+    s = signed_scale * torch.einsum(over_dim, q, k)
+    p = torch.where(keep[:, None], torch.exp(s - lse.transpose(-1, -2)[..., None]), 0.0)
+    spread = (torch.einsum(over_j, p, v.square()) - out.square()).clamp_min(0.0).sqrt()
     delta = (dout * out).sum(-1, keepdim=True)
     t = scale * torch.einsum(over_dim, q.abs(), k.abs())
-    x = 2 * t + lse.abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
+    w = 2 * t + 2
+    x = w + lse.abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
     y = x * (torch.einsum(over_dim, dout, v) - delta + dlse).abs() + torch.einsum(over_dim, dout.abs(), v.abs())
     rounding = torch.linalg.vector_norm(dout * (out - out.to(dtype).float()), dim=-1, keepdim=True) / EPS32
     y += (dout * out).abs().sum(-1, keepdim=True) + dlse.abs() + rounding
     found = (
-        (p * t).sum(-1),
+        (p * w.square()).sum(-1, keepdim=True).sqrt() * spread,
+        (p * (t + 2)).sum(-1),
         scale * torch.einsum(over_j, p * y, k.abs()),
         scale * torch.einsum(over_i, p * y, q.abs()).unflatten(2, (heads_kv, -1)).sum(3),
         torch.einsum(over_i, p * x, dout.abs()).unflatten(2, (heads_kv, -1)).sum(3),

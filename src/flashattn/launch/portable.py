@@ -157,10 +157,11 @@ def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
     return out, lse
 
 
-def _may_have_rows_without_keys(problem: Problem) -> bool:
-    """Packed lengths are on the GPU, so any limit may leave a row nothing; a dense diagonal tells."""
+def _may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> bool:
+    """A dense diagonal tells. Packed lengths are on the GPU, so any limit may leave a row nothing, unless one tensor serves both sides."""
     if problem.varlen:
-        return problem.window_left is not None or problem.window_right is not None
+        limited = problem.window_left is not None or problem.window_right is not None
+        return limited and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr()
     limit = problem.window_left if problem.top_left else problem.window_right
     return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
 
@@ -176,8 +177,10 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
     need_dq, need_dk, need_dv = needs
     q, k, lse = _rows(q), _rows(k), lse.contiguous()
     v = v if v is None else _rows(v)
-    dout = torch.zeros((*q.shape[:-1], problem.head_dim_v), dtype=q.dtype, device=q.device) if dout is None else _rows(dout)
-    if _may_have_rows_without_keys(problem):
+    if dout is None:  # one row of zeros serves all
+        dout = torch.zeros(problem.head_dim_v, dtype=q.dtype, device=q.device).expand(*q.shape[:-1], -1)
+    dout = _rows(dout)
+    if _may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
         dout, dlse = _without_empty_rows(lse, dout, dlse)
     rows = _rows_of(problem)
     delta = dq = dk = dv = None
