@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from flashattn.reference import attention_reference
-from support import WHERE, WHERE_DTYPE, Results, assert_close_to_oracle, check, dense, run, same_bits
+from support import WHERE, WHERE_DTYPE, Results, assert_close_to_oracle, check, compare, dense, expect, run, same_bits
 
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
 # Sizes where a test is not about them. A few tiles of rows and keys, none of them full.
@@ -186,6 +186,21 @@ def test_scores_of_a_hundred_thousand(impl, device, dtype, sign):
     assert (q[:, 7, ::2] * k[:, 5]).sum(-1).abs().amin() / 8 > 1e5
     data = data.with_(**{name: x.to(dtype) for name, x in {**vars(data), "q": q, "k": k}.items() if name in ("q", "k", "v", "dout")})
     check(data, impl, peer_dtype=torch.float32)
+
+
+@pytest.mark.parametrize("rows_k", [128, 127])
+@pytest.mark.parametrize("impl, device, dtype", WHERE_DTYPE)
+def test_keys_switched_off_by_the_most_negative_number(impl, device, dtype, rows_k):
+    """Whole tiles of them, which no mask touches: in base 2 their scores are -inf. What is left is attention without them."""
+    off = 64
+    data = sized(impl, device, seqlen_q=3, seqlen_k=rows_k, heads=2, heads_kv=1, dtype=dtype)
+    data.q[..., 0], data.k[..., 0] = 1.0, 0.0
+    data.k[:, :off, :, 0] = torch.finfo(dtype).min
+    results = run(data, impl, softmax_scale=1.0)
+    left = data.with_(k=data.k[:, off:], v=data.v[:, off:])
+    assert not results.dk[:, :off].any() and not results.dv[:, :off].any()
+    found = results._replace(dk=results.dk[:, off:], dv=results.dv[:, off:])
+    compare(found, expect(left, softmax_scale=1.0, peer_dtype=torch.float32), dtype)
 
 
 ONE_KEY = [(1, 1, {}), (70, 70, {"window": (0, 0)}), (5, 1, {}), (9, 4, {"causal": True, "window": (0, None)})]

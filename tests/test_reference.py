@@ -104,6 +104,12 @@ def test_the_two_alignments_of_causal():
     assert keep_mask(4, 2, causal="top-left").int().tolist() == [[1, 0], [1, 1], [1, 1], [1, 1]]
 
 
+@pytest.mark.parametrize("window", [(None, 2**63 - 1), (2**63 - 1, None), (2**63 - 1, 2**63 - 1)])
+@pytest.mark.parametrize("rows_q, rows_k", [(5, 5), (7, 5), (5, 7)])
+def test_the_widest_window_is_none(rows_q, rows_k, window):
+    assert keep_mask(rows_q, rows_k, window=window).all()
+
+
 @pytest.mark.parametrize(
     "rows_q, rows_k, mask, empty", [(5, 2, {"causal": True}, 3), (7, 3, {"causal": "top-left", "window": (1, 0)}, 3), (3, 0, {}, 3)]
 )

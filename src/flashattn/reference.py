@@ -12,6 +12,7 @@ are overwritten afterwards: `masked_fill` passes no gradient back through what i
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -73,13 +74,14 @@ def keep_mask(seqlen_q: int, seqlen_k: int, *, causal=False, window=None, device
     The diagonal d is seqlen_k - seqlen_q, or 0 with causal="top-left"; `causal` caps right at 0. A limit of None is no limit.
     """
     left, right, top_left = canonical_window(causal, window)
+    reach = seqlen_q + seqlen_k  # a limit near 2^63 would overflow
     i = torch.arange(seqlen_q, device=device)[:, None] + (0 if top_left else seqlen_k - seqlen_q)
     j = torch.arange(seqlen_k, device=device)
     keep = torch.ones(seqlen_q, seqlen_k, dtype=torch.bool, device=device)
     if left is not None:
-        keep &= j >= i - left
+        keep &= j >= i - min(left, reach)
     if right is not None:
-        keep &= j <= i + right
+        keep &= j <= i + min(right, reach)
     return keep
 
 
@@ -106,6 +108,8 @@ def attention_reference(
 
     Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1.
     """
+    if layout not in ("bshd", "bhsd"):
+        raise ValueError(f"layout={layout!r}: expected 'bshd' or 'bhsd'")
     if layout == "bhsd":
         q, k, v = (rearrange(x, "b h s d -> b s h d") for x in (q, k, v))
     group = q.shape[2] // k.shape[2]
@@ -144,8 +148,10 @@ def attention_varlen_reference(
     lse [heads_q, total_q]. Rows past the last cu_seqlens give out 0, lse -inf and zero gradients whatever they hold.
     """
     cu_q, cu_k = (torch.as_tensor(cu).tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
+    if len(cu_q) != len(cu_k):
+        raise ValueError(f"cu_seqlens_q has {len(cu_q)} entries and cu_seqlens_k has {len(cu_k)}: expected batch + 1 in both")
     outs, lses = [], []
-    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         alone = (x[None, a:b] for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
         out, lse = attention_reference(*alone, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=True)
         outs.append(out[0])

@@ -14,13 +14,11 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def softmax_step(s_MN, m_M, l_M, scale_log2, MASKED: tl.constexpr):
+def softmax_step(s_MN, m_M, l_M, scale_log2):
     """One tile of raw scores: (p, alpha, m, l), where alpha rescales what was accumulated before this tile."""
     m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
-    shift_M = m_new_M
-    if MASKED:
-        # a row that has not met a key yet: any finite shift will do, and -inf - -inf would be NaN
-        shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
+    # a row that has met no key yet, or none with a finite score: any finite shift will do, and -inf - -inf would be NaN
+    shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
     p_MN = tl.math.exp2(s_MN * scale_log2 - shift_M[:, None])
     alpha_M = tl.math.exp2(m_M - shift_M)
     return p_MN, alpha_M, m_new_M, l_M * alpha_M + tl.sum(p_MN, 1)

@@ -27,19 +27,18 @@ def attend(
     BLOCK_DV: tl.constexpr = TILE.block_dv
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
-    MASKED: tl.constexpr = SPEC.ragged or SPEC.left or SPEC.right
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
     k_pointers = tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align)
     v_pointers = tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align)
     for n0 in tl.range(lo, hi, BLOCK_N):
         k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
         s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), SPEC)
-        if MASKED:
+        if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
                 s_MN = tl.where(keep, s_MN, float("-inf"))
-        p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, MASKED)
+        p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2)
         v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
         acc_MV = tl.dot(p_MN.to(v_NV.dtype), v_NV, acc_MV * alpha_M[:, None], input_precision=PRECISION)
     return acc_MV, m_M, l_M
