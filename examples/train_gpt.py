@@ -30,10 +30,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpt import GPT, generate, make_attention
 
-# The learning rates stay below the edge of stability: beyond it the rounding of two attentions grows into visibly different losses.
+# Slow warm-up and a learning rate below the edge of stability: beyond it the rounding of two attentions grows into different losses.
 PRESETS = {
     "small": {"layers": 4, "width": 128, "heads": 4, "hidden": 384, "seq": 256, "batch": 4, "steps": 600, "lr": 1.5e-3},
-    "124m": {"layers": 12, "width": 768, "heads": 12, "hidden": 3456, "seq": 4096, "batch": 8, "steps": 300, "lr": 4e-4},
+    "124m": {"layers": 12, "width": 768, "heads": 12, "hidden": 3456, "seq": 4096, "batch": 16, "steps": 300, "lr": 4e-4},
 }
 SIZES = {
     "layers": "blocks of the model",
@@ -104,9 +104,10 @@ def peak_tflops(name):
 
 
 def learning_rate(step, cfg):
-    warmup = max(1, cfg.steps // 10)
+    """Linear warm-up over a third of the steps, then half a cosine to zero."""
+    warmup = max(1, cfg.steps // 3)
     progress = (step - warmup) / max(1, cfg.steps - warmup)
-    return cfg.lr * ((step + 1) / warmup if step < warmup else 0.1 + 0.45 * (1 + math.cos(math.pi * progress)))
+    return cfg.lr * ((step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * progress)))
 
 
 @torch.no_grad()
@@ -120,7 +121,7 @@ def train(model, data, val_data, cfg, report, flops, peak):
     The loop touches the host only once an interval: losses stay on the device until then, and reading one is the only synchronisation."""
     decay, rest = ([p for p in model.parameters() if (p.ndim > 1) == matrix] for matrix in (True, False))
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.95), fused=cfg.device.split(":")[0] in ("cuda", "cpu"))
+    optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.99), fused=cfg.device.split(":")[0] in ("cuda", "cpu"))
     starts = data.random_starts(cfg.steps, cfg.batch, cfg.seed)
     losses, validation, rates = torch.zeros(cfg.steps, device=cfg.device), [], []
     began, since = time.perf_counter(), 0
@@ -212,7 +213,7 @@ def arguments(argv):
     for name, text in SIZES.items():
         parser.add_argument(f"--{name}", type=int, help=text)
     parser.add_argument("--kv-heads", type=int, help="fewer than --heads: GQA; None: as many as heads")
-    parser.add_argument("--lr", type=float, help="peak learning rate: linear warm-up over a tenth of the steps, then cosine to a tenth")
+    parser.add_argument("--lr", type=float, help="peak learning rate: linear warm-up over a third of the steps, then half a cosine to zero")
     parser.add_argument("--seed", type=int, default=0, help="decides weights and batches, whatever the attention")
     parser.add_argument("--log-every", type=int, default=20, help="steps from one look at the loss, and at the clock, to the next")
     parser.add_argument("--val-every", type=int, default=0, help="0: only at the end")

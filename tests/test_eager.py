@@ -304,12 +304,11 @@ def test_eighty_thousand_sequences_are_not_eighty_thousand_turns():
 
 
 @pytest.mark.parametrize("cu_q, cu_k, message", [
-    ([0, 5, 3, 8], [0, 3, 6, 8], r"cu_seqlens_q .*falls from 5 to 3"),
-    ([0, 8], [0, 9], r"cu_seqlens_k .*8 rows of k.*ends at 9"),
-    ([1, 8], [0, 8], r"cu_seqlens_q .*starts at 1"),
-    ([0, 4, 8], [0, 8], r"same length, got 3 and 2"),
+    ([0, 5, 3, 8], [0, 3, 6, 8], r"cu_seqlens_q falls from 5 to 3"),
+    ([0, 8], [0, 9], r"cu_seqlens_k ends with 9 but k has 8 rows"),
 ])  # fmt: skip
 def test_cu_seqlens_that_lie_are_refused(cu_q, cu_k, message):
+    """Here too, since nobody reads them on a GPU."""
     q, k, v, *_ = (x[0] for x in draw(8, 8, batch=1))
     with pytest.raises(ValueError, match=message):
         attend(q, k, v, cu=(torch.tensor(cu_q, dtype=torch.int32), torch.tensor(cu_k, dtype=torch.int32)))

@@ -1,11 +1,13 @@
 """Bad input: one test a rule, and each reads the message. It names the argument, what came, and what is expected.
 
 The surprising fact: on a GPU the values of cu_seqlens can't be checked without waiting for it, so there they are checked only when
-FLASHATTN_CHECK=1 asks; without that a bad value gives wrong rows, but nothing outside the tensors is touched.
+FLASHATTN_CHECK=1 asks; without that a bad value gives wrong rows, but nothing outside the tensors is touched. Over 300 lines because the
+rules are one table.
 """
 
 import math
 import sys
+from fractions import Fraction
 
 import numpy
 import pytest
@@ -116,12 +118,19 @@ OPTIONS = {
     "window negative right": ({"window": (None, -2)}, ValueError, ("window right=-2", "expected >= 0", "None for no limit")),
     "window float": ({"window": (3.0, 0)}, TypeError, ("window left=3.0", "expected a number of keys (int) or None")),
     "window bool": ({"window": (0, True)}, TypeError, ("window right=True", "expected a number of keys (int) or None")),
+    "window float of numpy": ({"window": (None, numpy.float32(3))}, TypeError, ("window right=", "expected a number of keys (int)")),
+    "window bool of numpy": ({"window": (numpy.True_, 0)}, TypeError, ("window left=", "expected a number of keys (int) or None")),
+    "window negative of numpy": ({"window": (numpy.int8(-1), 0)}, ValueError, ("window left=-1", "expected >= 0")),
+    "window too large for int64": ({"window": (numpy.uint64(2**63), 0)}, ValueError, (f"window left={2**63}", "at most 2**63 - 1")),
     "window tensor": ({"window": (torch.tensor(3), 0)}, TypeError, ("window left=tensor(3)", "expected a number of keys (int) or None")),
     "window too large": ({"window": (2**63, 0)}, ValueError, (f"window left={2**63}", "expected at most 2**63 - 1", "None for no limit")),
     "softmax_scale nan": ({"softmax_scale": math.nan}, ValueError, ("softmax_scale=nan", "expected a finite number")),
     "softmax_scale inf": ({"softmax_scale": -math.inf}, ValueError, ("softmax_scale=-inf", "expected a finite number")),
     "softmax_scale past float32": ({"softmax_scale": 1e39}, ValueError, ("softmax_scale=1e+39", "expected a finite number, at most 1.7e")),
     "softmax_scale past float64": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale=1000", "expected a finite number")),
+    "softmax_scale nan of numpy": ({"softmax_scale": numpy.float16(math.nan)}, ValueError, ("softmax_scale=nan", "a finite number")),
+    "softmax_scale bool of numpy": ({"softmax_scale": numpy.True_}, TypeError, ("softmax_scale is a bool", "expected a float or None")),
+    "softmax_scale complex": ({"softmax_scale": 1j}, TypeError, ("softmax_scale is a complex", "expected a float or None")),
     "softmax_scale tensor": ({"softmax_scale": torch.tensor(0.1)}, TypeError, ("softmax_scale is a Tensor", "expected a float or None")),
     "softmax_scale string": ({"softmax_scale": "0.1"}, TypeError, ("softmax_scale is a str", "expected a float or None")),
     "softmax_scale bool": ({"softmax_scale": True}, TypeError, ("softmax_scale is a bool", "expected a float or None")),
@@ -154,6 +163,7 @@ PACKED = {
     "max_seqlen_q negative": (varlen(max_seqlen_q=-1), ValueError, ("max_seqlen_q=-1", "expected >= 0")),
     "max_seqlen_k float": (varlen(max_seqlen_k=4.0), TypeError, ("max_seqlen_k=4.0", "expected a number of rows (int), a tensor")),
     "max_seqlen_q bool": (varlen(max_seqlen_q=True), TypeError, ("max_seqlen_q=True", "expected a number of rows (int), a tensor")),
+    "max_seqlen_q bool of numpy": (varlen(max_seqlen_q=numpy.True_), TypeError, ("max_seqlen_q=", "expected a number of rows (int)")),
     "max_seqlen_k too large": (varlen(max_seqlen_k=2**63), ValueError, (f"max_seqlen_k={2**63}", "expected at most 2**63 - 1")),
 }  # fmt: skip
 
@@ -189,6 +199,20 @@ def test_what_is_changed_below_was_good():
     assert attention_varlen(**varlen(max_seqlen_q=4, max_seqlen_k=4), **eager).isfinite().all()
     assert attention_varlen(**varlen(cu_seqlens_q=cu(0), cu_seqlens_k=cu(0)), **eager).count_nonzero() == 0, "no sequences"
     assert explain(**varlen()).problem.batch == 2
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("kind", [numpy.int8, numpy.uint16, numpy.int64])
+def test_numbers_of_numpy_are_numbers(kind):
+    """They come out of arrays of lengths and configurations. No warning either, as numpy gives for a limit that float16 can't hold."""
+    expected = attention(**qkv(window=(1, 0), softmax_scale=0.5), impl="eager")
+    for scale in (numpy.float16(0.5), numpy.float32(0.5), numpy.float64(0.5), Fraction(1, 2)):
+        assert torch.equal(attention(**qkv(window=(kind(1), kind(0)), softmax_scale=scale), impl="eager"), expected)
+    most = {"max_seqlen_q": kind(4), "max_seqlen_k": kind(4)}
+    assert torch.equal(attention_varlen(**varlen(**most), impl="eager"), attention_varlen(**varlen(), impl="eager"))
+    problem = explain(**varlen(**most, window=[kind(0), None], softmax_scale=kind(1))).problem
+    numbers = (problem.seqlen_q, problem.seqlen_k, problem.window_left, problem.softmax_scale)
+    assert numbers == (4, 4, 0, 1.0) and [type(number) for number in numbers] == [int, int, int, float]
 
 
 def test_a_scale_as_large_as_can_be_gives_no_nan():

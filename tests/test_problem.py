@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashattn.problem import Problem, canonical_window, default_scale, kept_pairs, reachable_window
+from flashattn.problem import Problem, canonical_window, check_lengths, default_scale, kept_pairs, reachable_window
 
 LENGTHS = st.integers(0, 40)
 LIMITS = st.none() | st.integers(0, 50)
@@ -70,13 +70,34 @@ def test_causal_is_a_window(causal, window, canonical):
 
 @given(LENGTHS, LENGTHS, LIMITS, LIMITS, st.booleans(), st.integers(0, 5), st.integers(0, 5))
 def test_limits_out_of_reach_are_dropped_without_changing_the_mask(rows_q, rows_k, left, right, top_left, more_q, more_k):
-    reachable = reachable_window(left, right, top_left, rows_q + more_q, rows_k + more_k)
-    assert kept(rows_q, rows_k, *reachable, top_left) == kept(rows_q, rows_k, left, right, top_left)
-    exact = reachable_window(left, right, top_left, rows_q, rows_k)
-    for name, limit in zip(("left", "right"), exact, strict=True):
+    reachable = reachable_window(left, right, top_left, rows_q + more_q, rows_k + more_k, varlen=True)
+    assert kept(rows_q, rows_k, *reachable) == kept(rows_q, rows_k, left, right, top_left)
+    exact = reachable_window(left, right, top_left, rows_q, rows_k, varlen=False)
+    assert kept(rows_q, rows_k, *exact) == kept(rows_q, rows_k, left, right, top_left)
+    for name, limit in zip(("left", "right"), exact, strict=False):
         alone = {"left": None, "right": None, name: limit}
         cuts = len(kept(rows_q, rows_k, **alone, top_left=top_left)) < rows_q * rows_k
-        assert limit is None or cuts, f"{name}={limit} cuts nothing off and is still there"
+        assert limit is None or cuts or 0 in (rows_q, rows_k), f"{name}={limit} cuts nothing off and is still there"
+
+
+@pytest.mark.parametrize(
+    "limits, rows_q, rows_k, varlen, corner",
+    [
+        ((None, 0), 5, 5, False, False),  # a square has one diagonal
+        ((3, 2), 5, 5, False, False),
+        ((None, 0), 5, 6, False, True),
+        ((None, 0), 5, 5, True, True),  # equal totals, but of sequences with lengths of their own
+        ((None, None), 5, 6, False, False),
+        ((None, None), 5, 6, True, False),
+        ((9, 9), 5, 6, False, False),  # no limit is left
+        ((9, 4), 5, 6, False, True),
+    ],
+)
+def test_both_corners_are_one_where_they_keep_the_same(limits, rows_q, rows_k, varlen, corner):
+    assert reachable_window(*limits, True, rows_q, rows_k, varlen)[2] is corner
+    assert reachable_window(*limits, False, rows_q, rows_k, varlen)[2] is False
+    if not corner:
+        assert reachable_window(*limits, True, rows_q, rows_k, varlen) == reachable_window(*limits, False, rows_q, rows_k, varlen)
 
 
 def test_equal_calls_are_one_key():
@@ -84,6 +105,26 @@ def test_equal_calls_are_one_key():
     assert a == b and len({a, b}) == 1 and a != problem(3, 4, None, 0, True)
     with pytest.raises(AttributeError):
         a.batch = 2
+
+
+@pytest.mark.parametrize(
+    "values, limit, message",
+    [
+        ([1, 8], None, "cu_seqlens_k starts with 1: expected 0"),
+        ([0, 5, 3, 8], None, "cu_seqlens_k falls from 5 to 3 at entry 2: expected never falling"),
+        ([0, 9], None, "cu_seqlens_k ends with 9 but k has 8 rows: expected at most that"),
+        ([0, 3, 8], 4, "max_seqlen_k=4 but a sequence has 5 rows: expected at least that"),
+    ],
+)
+def test_cumulative_lengths_that_lie_are_refused(values, limit, message):
+    with pytest.raises(ValueError) as caught:
+        check_lengths("k", values, 8, limit)
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize("values, limit", [([0], 0), ([0, 8], 8), ([0, 0, 3, 3], None)])
+def test_cumulative_lengths_that_are_right_are_not(values, limit):
+    check_lengths("k", values, 8, limit)
 
 
 def test_grouped_heads_and_diagonals():

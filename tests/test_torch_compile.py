@@ -9,8 +9,9 @@ import shutil
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.autograd import forward_ad
 
-from flashattn import attention, attention_varlen
+from flashattn import attention, attention_varlen, eager
 from support import WHERE, dense, packed
 
 EAGER, _, GPU = WHERE
@@ -137,6 +138,35 @@ def test_inductor_between_two_projections():
         return [out, *torch.autograd.grad(out.square().sum(), x)]
 
     torch.testing.assert_close(run(torch.compile(call, fullgraph=True)), run(call))
+
+
+def test_a_vmap_is_one_call(monkeypatch):
+    """Inside of a graph it reaches the operators; without a rule torch would loop over the samples, and warn."""
+    x = torch.randn(3, 2, 5, 2, 8, requires_grad=True)
+    ran, forward = [], eager.forward
+    monkeypatch.setattr(eager, "forward", lambda *args: ran.append(args) or forward(*args))
+
+    def call(x):
+        return torch.func.vmap(lambda x: attention(x, x, x, causal=True, impl="eager"))(x)
+
+    found = compiled(call)[0](x)
+    assert len(ran) == 1
+    expected = call(x)
+    cotangent = torch.randn_like(found)
+    assert torch.equal(found, expected) and same(*(torch.autograd.grad(out, x, cotangent) for out in (found, expected)))
+
+
+def test_a_tangent_is_refused_and_not_dropped():
+    """Before there was a graph: a compiled jvp that gave zeros would be believed."""
+    x = torch.randn(1, 3, 2, 8)
+
+    def tangent(x):
+        with forward_ad.dual_level():
+            return forward_ad.unpack_dual(attention(forward_ad.make_dual(x, x), x, x, impl="eager")).tangent
+
+    for function in (tangent, lambda x: torch.func.jvp(lambda x: attention(x, x, x, impl="eager"), (x,), (x,))):
+        with pytest.raises(Exception, match=r"(forward-mode derivative|torch\.func's grad, vjp or jvp) of"):
+            compiled(function)[0](x)
 
 
 # -------------------------------------------------------------------------------------------------------------------- number of graphs

@@ -6,41 +6,33 @@ Layout is settled here by transposed views (strides carry it, nothing is copied)
 import torch
 
 from . import torch_ops
-from .checks import check_cu_seqlens, check_layout, check_options, check_tensors
+from .checks import TORCH_DTYPES, check_cu_seqlens, check_layout, check_options, check_tensors
 from .dispatch.select import check_impl
 from .problem import canonical_window, default_scale
 
 
 def _autocast(q, k, v):
     """Under autocast attention runs in the autocast dtype, like a matrix product."""
-    tensors = (q, k, v)
-    if not all(isinstance(tensor, torch.Tensor) for tensor in tensors):
-        return tensors  # check_tensors has the words for it
+    if not (isinstance(q, torch.Tensor) and isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)):
+        return q, k, v  # check_tensors has the words for it
     device = q.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):  # to ask about "meta" is an error
-        dtype = torch.get_autocast_dtype(device)
-        halves = (torch.float16, torch.bfloat16, torch.float32)
-        tensors = tuple(tensor.to(dtype) if tensor.dtype in halves else tensor for tensor in tensors)
-    return tensors
+    if device == "meta" or not torch.is_autocast_enabled(device):  # to ask about "meta" is an error
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(tensor.to(dtype) if tensor.dtype in TORCH_DTYPES else tensor for tensor in (q, k, v))
 
 
 def _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl):
     """Checked tensors in [batch, rows, heads, dim] (or packed: `layout` None) order, and the options every operator call takes."""
-    check_options(causal, window, softmax_scale, deterministic)
+    window, softmax_scale = check_options(causal, window, softmax_scale, deterministic)
     check_impl(impl)
     q, k, v = _autocast(q, k, v)
-    order = {"bshd": "batch seqlen heads head_dim", "bhsd": "batch heads seqlen head_dim", None: "total heads head_dim"}[layout]
-    check_tensors({"q": q, "k": k, "v": v}, order)
+    check_tensors(q, k, v, layout)
     if layout == "bhsd":
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     left, right, top_left = canonical_window(causal, window)
     scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
     return q, k, v, (scale, left, right, top_left, deterministic, impl)
-
-
-def _limits(*max_seqlens):
-    """A tensor is not read: that would synchronise."""
-    return [None if isinstance(limit, torch.Tensor) else limit for limit in max_seqlens]
 
 
 def attention(
@@ -80,8 +72,9 @@ def attention(
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run. Every kernel so far keeps the promise without being asked.
-        impl: None: the first kernel of the table that can run the call. ``"portable"`` (Triton) or ``"eager"`` (plain PyTorch, linear
-            memory): that one or an error, never another.
+        impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"portable"`` (Triton) or
+            ``"eager"`` (plain PyTorch, linear memory): that one in both passes or an error, never another. (A kernel that has one pass
+            only may be named too, and then the other is chosen from the table; there is none so far.)
 
     Returns:
         out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse),
@@ -90,7 +83,8 @@ def attention(
 
     Raises:
         ValueError: shapes, devices or option values that don't fit together. TypeError: dtypes, non-tensors.
-        NotImplementedError: head_dim over 256; ``impl`` names a kernel that can't run the call (with its reasons); a second derivative.
+        NotImplementedError: head_dim over 256; ``impl`` names a kernel that can't run the call (with its reasons); a second
+            derivative; a forward-mode one (``torch.func.jvp``, ``jacfwd``, ``hessian``).
 
     float32 products are IEEE float32 unless ``torch.backends.cuda.matmul`` allows tf32.
 
@@ -146,12 +140,11 @@ def attention_varlen(
     Source: as :func:`attention`.
     """
     q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
-    check_cu_seqlens(
+    limits = check_cu_seqlens(
         q,
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
     )
-    limits = _limits(max_seqlen_q, max_seqlen_k)
     out, lse = torch_ops.attn_fwd(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options)
     return (out, lse) if return_lse else out
 
@@ -175,12 +168,12 @@ def explain(
     """What :func:`attention` (or, with cu_seqlens, :func:`attention_varlen`) would run for this call, without running it.
 
     Arguments as there; tensors on the ``meta`` device or fakes do, for their shapes. Returns an `Explanation`: print it, or read its
-    fields: the kernel, why the ones before it in the table can't run, the tile of each pass, FLOPs (4 * pairs * dim forward, 2.5 times
+    fields: the kernel of each pass, why the ones before it in the table can't run, the tiles, FLOPs (4 * pairs * dim forward, 2.5 times
     that backward, kept pairs only) and the least bytes that must move. Raises what the call itself would raise, but doesn't read the
     values of cu_seqlens.
     """
     check_layout(layout)
-    max_seqlens = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
+    max_seqlens, limits = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}, (None, None)
     if cu_seqlens_q is None and cu_seqlens_k is None:
         for name, limit in max_seqlens.items():
             if limit is not None:
@@ -190,7 +183,7 @@ def explain(
         if layout != "bshd":
             raise ValueError(f"layout={layout!r} with cu_seqlens: expected none, packed tensors are [total, heads, dim]")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
-        check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
+        limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
     *options, impl = options
-    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *_limits(*max_seqlens.values()), *options)
+    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options)
     return torch_ops.explain(problem, impl)

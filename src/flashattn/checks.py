@@ -4,19 +4,43 @@ Nothing here reads a value on the GPU, so nothing synchronises; with FLASHATTN_C
 (on the CPU they always are).
 """
 
+import numbers
 import os
-from itertools import pairwise
 
 import torch
 
-from .problem import DTYPES, MAX_HEAD_DIM
+from .problem import DTYPES, MAX_HEAD_DIM, check_lengths
 
+DIMENSIONS = {  # by layout; None: packed
+    "bshd": ("batch", "seqlen", "heads", "head_dim"),
+    "bhsd": ("batch", "heads", "seqlen", "head_dim"),
+    None: ("total", "heads", "head_dim"),
+}
 LAYOUTS = ("bshd", "bhsd")
+TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 MOST = 2**63 - 1  # integers travel in 64 bits
 MOST_SCALE = torch.finfo(torch.float32).max / 2  # scores are float32, in base 2: the scale times log2 e must be finite too
 
 
-def check_options(causal, window, softmax_scale, deterministic) -> None:
+def _integer(number):
+    """None if it isn't a whole number. A torch.SymInt stays one; numpy's become an int."""
+    if isinstance(number, bool):
+        return None
+    if isinstance(number, (int, torch.SymInt)):
+        return number
+    return int(number) if isinstance(number, numbers.Integral) else None
+
+
+def _real(number):
+    if isinstance(number, bool):
+        return None
+    if isinstance(number, (float, int, torch.SymFloat)):
+        return number
+    return float(number) if isinstance(number, numbers.Real) else None
+
+
+def check_options(causal, window, softmax_scale, deterministic):
+    """(window, softmax_scale) in Python's own types, or None as they came."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic={deterministic!r}: expected a bool")
     if not (causal is True or causal is False or causal == "top-left"):
@@ -24,20 +48,28 @@ def check_options(causal, window, softmax_scale, deterministic) -> None:
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise ValueError(f"window={window!r}: expected None or (left, right)")
-        for side, limit in zip(("left", "right"), window, strict=True):
-            if limit is None:
-                continue
-            if isinstance(limit, bool) or not isinstance(limit, (int, torch.SymInt)):
-                raise TypeError(f"window {side}={limit!r}: expected a number of keys (int) or None")
-            if limit < 0:
-                raise ValueError(f"window {side}={limit}: expected >= 0 (0 keeps the diagonal itself), or None for no limit")
-            if limit > MOST:
-                raise ValueError(f"window {side}={limit}: expected at most 2**63 - 1, or None for no limit")
+        window = _limit("left", window[0]), _limit("right", window[1])
     if softmax_scale is not None:
-        if isinstance(softmax_scale, (bool, torch.Tensor)) or not isinstance(softmax_scale, (int, float, torch.SymFloat)):
+        scale = _real(softmax_scale)
+        if scale is None:
             raise TypeError(f"softmax_scale is a {type(softmax_scale).__name__}: expected a float or None (1 / sqrt(head_dim))")
-        if not abs(softmax_scale) <= MOST_SCALE:  # nor is NaN
-            raise ValueError(f"softmax_scale={softmax_scale}: expected a finite number, at most {MOST_SCALE:.2g} in magnitude")
+        if not abs(scale) <= MOST_SCALE:  # nor is NaN
+            raise ValueError(f"softmax_scale={scale}: expected a finite number, at most {MOST_SCALE:.2g} in magnitude")
+        softmax_scale = scale
+    return window, softmax_scale
+
+
+def _limit(side, limit):
+    if limit is None:
+        return None
+    keys = _integer(limit)
+    if keys is None:
+        raise TypeError(f"window {side}={limit!r}: expected a number of keys (int) or None")
+    if keys < 0:
+        raise ValueError(f"window {side}={keys}: expected >= 0 (0 keeps the diagonal itself), or None for no limit")
+    if keys > MOST:
+        raise ValueError(f"window {side}={keys}: expected at most 2**63 - 1, or None for no limit")
+    return keys
 
 
 def check_layout(layout) -> None:
@@ -45,41 +77,45 @@ def check_layout(layout) -> None:
         raise ValueError(f"layout={layout!r}: expected one of {LAYOUTS}")
 
 
-def check_tensors(tensors: dict[str, torch.Tensor], order: str) -> None:
-    """What q, k and v must have in common; `order` names the dimensions, e.g. "batch seqlen heads head_dim"."""
-    names = order.split()
-    for name, tensor in tensors.items():
+def check_tensors(q, k, v, layout) -> None:
+    """What q, k and v must have in common; their dimensions are those of `layout`."""
+    names = DIMENSIONS[layout]
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
         if tensor.layout != torch.strided:
             raise TypeError(f"{name} has layout {tensor.layout}: expected torch.strided (dense)")
         if tensor.dim() != len(names):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {len(names)} dimensions [{', '.join(names)}]")
-        if str(tensor.dtype).removeprefix("torch.") not in DTYPES:
+        if tensor.dtype not in TORCH_DTYPES:
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected one of {', '.join(DTYPES)}")
-    q, k, v = tensors["q"], tensors["k"], tensors["v"]
-    for what in ("dtype", "device"):
-        if not getattr(q, what) == getattr(k, what) == getattr(v, what):
-            came = ", ".join(f"{name} has {what} {getattr(tensor, what)}" for name, tensor in tensors.items())
-            raise (TypeError if what == "dtype" else ValueError)(f"{came}: expected one {what} for q, k and v")
-    heads = names.index("heads")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q has dtype {q.dtype}, k has dtype {k.dtype}, v has dtype {v.dtype}: expected one dtype for q, k and v")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q has device {q.device}, k has device {k.device}, v has device {v.device}: expected one device for q, k and v")
+    _check_shapes(q.shape, k.shape, v.shape, names)
+
+
+def _check_shapes(q, k, v, names) -> None:
     for i, name in enumerate(names[:-1]):
-        if k.shape[i] != v.shape[i]:
-            raise ValueError(f"k has shape {tuple(k.shape)} and v {tuple(v.shape)}: expected the same {name}")
-        if name == "batch" and q.shape[i] != k.shape[i]:
-            raise ValueError(f"q has batch {q.shape[i]} and k has batch {k.shape[i]}: expected the same")
-    if q.shape[-1] != k.shape[-1]:
-        raise ValueError(f"q has head_dim {q.shape[-1]} and k has head_dim {k.shape[-1]}: expected the same (only v's may differ)")
-    for name, tensor in (("q", q), ("v", v)):
-        if tensor.shape[-1] < 1:
+        if k[i] != v[i]:
+            raise ValueError(f"k has shape {tuple(k)} and v {tuple(v)}: expected the same {name}")
+        if name == "batch" and q[i] != k[i]:
+            raise ValueError(f"q has batch {q[i]} and k has batch {k[i]}: expected the same")
+    if q[-1] != k[-1]:
+        raise ValueError(f"q has head_dim {q[-1]} and k has head_dim {k[-1]}: expected the same (only v's may differ)")
+    for name, head_dim in (("q", q[-1]), ("v", v[-1])):
+        if head_dim < 1:
             raise ValueError(f"{name} has head_dim 0: expected 1 to {MAX_HEAD_DIM}")
-        if tensor.shape[-1] > MAX_HEAD_DIM:
-            raise NotImplementedError(f"{name} has head_dim {tensor.shape[-1]}: implemented are 1 to {MAX_HEAD_DIM}")
-    if k.shape[heads] < 1 or q.shape[heads] < 1 or q.shape[heads] % k.shape[heads] != 0:
-        raise ValueError(f"q has {q.shape[heads]} heads and k has {k.shape[heads]}: expected a multiple of k's (heads_q % heads_kv == 0)")
+        if head_dim > MAX_HEAD_DIM:
+            raise NotImplementedError(f"{name} has head_dim {head_dim}: implemented are 1 to {MAX_HEAD_DIM}")
+    heads = names.index("heads")
+    if k[heads] < 1 or q[heads] < 1 or q[heads] % k[heads] != 0:
+        raise ValueError(f"q has {q[heads]} heads and k has {k[heads]}: expected a multiple of k's (heads_q % heads_kv == 0)")
 
 
-def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[str, object]) -> None:
+def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[str, object]) -> list:
+    """The values of `max_seqlens` in Python's own types; None for a tensor, since to read it would synchronise."""
     for name, tensor in cu_seqlens.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected an int32 tensor [batch + 1]")
@@ -92,29 +128,24 @@ def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[s
     (name_q, cu_q), (name_k, cu_k) = cu_seqlens.items()
     if cu_q.shape[0] != cu_k.shape[0]:
         raise ValueError(f"{name_q} has {cu_q.shape[0]} entries and {name_k} has {cu_k.shape[0]}: expected batch + 1 in both")
-    for name, limit in max_seqlens.items():
-        if limit is not None and (isinstance(limit, bool) or not isinstance(limit, (int, torch.SymInt, torch.Tensor))):
-            raise TypeError(f"{name}={limit!r}: expected a number of rows (int), a tensor or None")
-        if isinstance(limit, (int, torch.SymInt)) and limit < 0:
-            raise ValueError(f"{name}={limit}: expected >= 0")
-        if isinstance(limit, (int, torch.SymInt)) and limit > MOST:
-            raise ValueError(f"{name}={limit}: expected at most 2**63 - 1, or None for no limit")
+    return [_rows(name, limit) for name, limit in max_seqlens.items()]
+
+
+def _rows(name, limit):
+    if limit is None or isinstance(limit, torch.Tensor):
+        return None
+    rows = _integer(limit)
+    if rows is None:
+        raise TypeError(f"{name}={limit!r}: expected a number of rows (int), a tensor or None")
+    if rows < 0:
+        raise ValueError(f"{name}={rows}: expected >= 0")
+    if rows > MOST:
+        raise ValueError(f"{name}={rows}: expected at most 2**63 - 1, or None for no limit")
+    return rows
 
 
 def check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:
-    """Values of the cumulative lengths: 0 first, never falling, within the tensor, no sequence longer than its stated maximum."""
     if q.is_cuda and os.environ.get("FLASHATTN_CHECK") != "1":
         return
-    for side, cu, rows, limit in (("q", cu_seqlens_q, q.shape[0], max_seqlen_q), ("k", cu_seqlens_k, k.shape[0], max_seqlen_k)):
-        values = cu.tolist()
-        lengths = [end - start for start, end in pairwise(values)]
-        if values[0] != 0:
-            raise ValueError(f"cu_seqlens_{side} starts with {values[0]}: expected 0")
-        if min(lengths, default=0) < 0:
-            entry = lengths.index(min(lengths))
-            fall = f"falls from {values[entry]} to {values[entry + 1]} at entry {entry + 1}"
-            raise ValueError(f"cu_seqlens_{side} {fall}: expected never falling")
-        if values[-1] > rows:
-            raise ValueError(f"cu_seqlens_{side} ends with {values[-1]} but {side} has {rows} rows: expected at most that")
-        if limit is not None and max(lengths, default=0) > limit:
-            raise ValueError(f"max_seqlen_{side}={limit} but a sequence has {max(lengths)} rows: expected at least that")
+    check_lengths("q", cu_seqlens_q.tolist(), q.shape[0], max_seqlen_q)
+    check_lengths("k", cu_seqlens_k.tolist(), k.shape[0], max_seqlen_k)

@@ -23,7 +23,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from flashattn.problem import Problem
+from flashattn.problem import Problem, check_lengths
 
 CHUNK_SCORES = 1 << 19  # float32 scores of one chunk: 2 MiB, so that the passes over it run in cache
 LOG2_E = math.log2(math.e)
@@ -255,24 +255,15 @@ def _same_lengths(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
     Each such set is a dense batch, so eighty thousand short sequences are a few hundred turns of the loop. Sequences that lie one behind
     the other are a slice, others are gathered.
     """
-    cu_q, cu_k = _bounds("q", cu_seqlens_q, q), _bounds("k", cu_seqlens_k, k)
-    if len(cu_q) != len(cu_k):
-        raise ValueError(f"cu_seqlens_q and cu_seqlens_k must have the same length, got {len(cu_q)} and {len(cu_k)}")
+    cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    check_lengths("q", cu_q, len(q))  # on a GPU nobody else has looked
+    check_lengths("k", cu_k, len(k))
     starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
         starts.setdefault((q1 - q0, k1 - k0), []).append((q0, k0))
     for lengths, pairs in starts.items():
         at_q, at_k = (_places(list(s), n, q.device) for s, n in zip(zip(*pairs, strict=True), lengths, strict=True))
         yield len(pairs), at_q, at_k
-
-
-def _bounds(name: str, cu_seqlens: Tensor, x: Tensor) -> list[int]:
-    cu = cu_seqlens.tolist()
-    falls = [f"falls from {a} to {b}" for a, b in pairwise(cu) if a > b]
-    if cu[0] != 0 or cu[-1] > x.shape[0] or falls:
-        found = ", ".join([f"starts at {cu[0]}", *falls[:1], f"ends at {cu[-1]}"])
-        raise ValueError(f"cu_seqlens_{name} must start at 0, never fall and end within the {x.shape[0]} rows of {name}; it {found}")
-    return cu
 
 
 def _places(starts: list[int], length: int, device: torch.device) -> slice | Tensor:

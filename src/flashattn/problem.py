@@ -2,7 +2,8 @@
 
 A `Problem` is frozen and hashable, so choosing a kernel for it is a pure function that can be cached and tested without a GPU.
 Everything that two spellings of a call have in common is settled here, once: `causal=True` *is* the window `(None, 0)`, a window
-that reaches past every key *is* no window, so kernels know one mask: two optional limits around one diagonal.
+that reaches past every key *is* no window, the two diagonals of a square *are* one, so kernels know one mask: two optional limits
+around one diagonal.
 
 The surprising fact: with unequal lengths the diagonal ends in the bottom-right corner (query i sees keys up to
 i + seqlen_k - seqlen_q), as in FlashAttention >= 2.1 and unlike `scaled_dot_product_attention(is_causal=True)`.
@@ -10,6 +11,7 @@ i + seqlen_k - seqlen_q), as in FlashAttention >= 2.1 and unlike `scaled_dot_pro
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
@@ -21,6 +23,7 @@ class Problem:
 
     window_left, window_right: how far left and right of the diagonal a query sees; None is without limit, 0 the diagonal itself.
     top_left: the diagonal is j = i; otherwise j = i + seqlen_k - seqlen_q (of each sequence).
+    device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
     """
 
     dtype: str
@@ -73,13 +76,32 @@ def canonical_window(
 
 
 def reachable_window(
-    left: int | None, right: int | None, top_left: bool, rows_q: int, rows_k: int
-) -> tuple[int | None, int | None]:
-    """The window without the limits that cut nothing off; `rows_*` may be upper bounds. What is left fits 32 bits."""
+    left: int | None, right: int | None, top_left: bool, rows_q: int, rows_k: int, varlen: bool
+) -> tuple[int | None, int | None, bool]:
+    """(left, right, top_left) without the limits that cut nothing off, and bottom-right wherever both diagonals keep the same.
+
+    `rows_*` are upper bounds in a packed call, so there only a call without limits is known to have no use for its diagonal. What is left
+    fits 32 bits.
+    """
     reach_left, reach_right = (rows_q, rows_k) if top_left else (rows_k, rows_q)
     left = None if left is None or left >= reach_left - 1 else left
     right = None if right is None or right >= reach_right - 1 else right
-    return left, right
+    return left, right, top_left and (left is not None or right is not None) and (varlen or rows_q != rows_k)
+
+
+def check_lengths(side: str, values: list[int], rows: int, limit: int | None = None) -> None:
+    """ValueError unless cumulative lengths of `side` "q" or "k" start with 0, never fall, end within `rows`, by at most `limit` each."""
+    lengths = [end - start for start, end in pairwise(values)]
+    if values[0] != 0:
+        raise ValueError(f"cu_seqlens_{side} starts with {values[0]}: expected 0")
+    if min(lengths, default=0) < 0:
+        entry = lengths.index(min(lengths))
+        fall = f"falls from {values[entry]} to {values[entry + 1]} at entry {entry + 1}"
+        raise ValueError(f"cu_seqlens_{side} {fall}: expected never falling")
+    if values[-1] > rows:
+        raise ValueError(f"cu_seqlens_{side} ends with {values[-1]} but {side} has {rows} rows: expected at most that")
+    if limit is not None and max(lengths, default=0) > limit:
+        raise ValueError(f"max_seqlen_{side}={limit} but a sequence has {max(lengths)} rows: expected at least that")
 
 
 def kept_pairs(problem: Problem) -> int:

@@ -5,22 +5,23 @@ from dataclasses import dataclass
 from ..problem import Problem, kept_pairs
 from .configs import Config
 from .select import select
-from .table import KERNELS, padded_head_dim
+from .table import DIRECTIONS, KERNELS, Kernel, padded_head_dim
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """kernel: its name. passed_over: {name: reasons} of the kernels before it in the table. tiles: {pass: row}, empty for plain PyTorch.
+    """Everything but `problem` and `tiles` is {"forward": ..., "backward": ...}, since the two passes are chosen apart.
 
-    flops and bytes are {"forward": ..., "backward": ...}: kept pairs only, and every tensor read or written once. Packed calls have
-    upper bounds, as if each sequence had the maximal lengths, because lengths live on the GPU.
+    kernels: their names. passed_over: {name: reasons} of the kernels before each in the table. tiles: {pass: row}, without the passes that
+    run in plain PyTorch. flops and bytes: kept pairs only, and every tensor read or written once. Packed calls have upper bounds, as if
+    each sequence had the maximal lengths, because lengths live on the GPU.
     """
 
     problem: Problem
-    kernel: str
-    passed_over: dict[str, list[str]]
+    kernels: dict[str, str]
+    passed_over: dict[str, dict[str, list[str]]]
     tiles: dict[str, Config]
     flops: dict[str, int]
     bytes: dict[str, int]
@@ -35,8 +36,11 @@ class Explanation:
         ]
         if p.window_left is not None or p.window_right is not None:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
-        lines.append(f"  kernel: {self.kernel}")
-        lines += [f"    not {name}: {'; '.join(reasons)}" for name, reasons in self.passed_over.items()]
+        choices = [(self.kernels[direction], self.passed_over[direction]) for direction in DIRECTIONS]
+        alike = choices[0] == choices[1]
+        for direction, (kernel, passed_over) in zip(DIRECTIONS[: 1 if alike else None], choices, strict=False):
+            lines.append(f"  kernel{'' if alike else f' of the {direction}'}: {kernel}")
+            lines += [f"    not {name}: {'; '.join(reasons)}" for name, reasons in passed_over.items()]
         if self.tiles:
             lines.append(f"  tiles, head_dim padded to {padded_head_dim(p.head_dim)}/{padded_head_dim(p.head_dim_v)}:")
         for name, row in self.tiles.items():
@@ -73,9 +77,19 @@ def work(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
     return flops, {"forward": once + lse, "backward": 2 * once + lse}
 
 
+def _passed_over(problem: Problem, direction: str, chosen: Kernel, impl: str | None) -> dict[str, list[str]]:
+    found = {}
+    for kernel in KERNELS[: KERNELS.index(chosen)]:
+        missing = [] if direction in kernel.directions else [f"it has no {direction}"]
+        found[kernel.name] = missing or kernel.reasons(problem, direction) or [f"impl={impl!r} was asked for"]
+    return found
+
+
 def explain(problem: Problem, impl: str | None) -> Explanation:
-    kernel = select(problem, impl)
-    earlier = KERNELS[: KERNELS.index(kernel)]
-    passed_over = {row.name: row.reasons(problem) or [f"impl={impl!r} was asked for"] for row in earlier}
-    flops, moved = work(problem)
-    return Explanation(problem, kernel.name, passed_over, kernel.rows(problem), flops, moved)
+    chosen = {direction: select(problem, direction, impl) for direction in DIRECTIONS}
+    passed_over = {direction: _passed_over(problem, direction, kernel, impl) for direction, kernel in chosen.items()}
+    tiles = {}
+    for direction, kernel in chosen.items():  # the forward is one pass of that name, the backward is the others
+        tiles |= {name: row for name, row in kernel.rows(problem).items() if (name == "forward") == (direction == "forward")}
+    kernels = {direction: kernel.name for direction, kernel in chosen.items()}
+    return Explanation(problem, kernels, passed_over, tiles, *work(problem))

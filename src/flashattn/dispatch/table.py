@@ -1,26 +1,33 @@
 """The kernels in order of preference, and what each can't do.
 
 A row names its launcher by a dotted path, resolved on first use, so this file imports neither Triton nor PyTorch.
-`reasons(problem)` lists why a kernel can't run a problem; an empty list means that it can.
+`reasons(problem, direction)` lists why a kernel can't run that pass of a problem; an empty list means that it can. The two directions are
+chosen apart: all that a backward gets from a forward is (out, lse).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from ..problem import DTYPES, Problem
 from .configs import Config, portable, sm90
 
-TABLES = {(9, 0): sm90.ROWS}
+DIRECTIONS = ("forward", "backward")
+TABLES = {(9, 0): sm90.ROWS}  # by the capability of NVIDIA GPUs
 OLDEST_CAPABILITY = (8, 0)
 
 
 @dataclass(frozen=True)
 class Kernel:
+    """rows: {pass: tile} of a problem. launch: the module with a function for each of `directions`."""
+
     name: str
-    reasons: Callable[[Problem], list[str]]
+    reasons: Callable[[Problem, str], list[str]]
     rows: Callable[[Problem], dict[str, Config]]
     launch: str
+    directions: tuple[str, ...] = DIRECTIONS
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -28,14 +35,31 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
-def portable_reasons(problem: Problem) -> list[str]:
+@lru_cache(maxsize=1)
+def interpreter_reasons() -> list[str]:
+    """Triton before 3.7 takes the int() of an array with one element, which numpy refuses from 2.4 on."""
+    try:
+        found = {name: version(name) for name in ("triton", "numpy")}
+    except PackageNotFoundError:  # a build under another name
+        return []
+    triton, numpy = (tuple(map(int, text.split(".")[:2])) for text in found.values())
+    if triton >= (3, 7) or numpy < (2, 4):
+        return []
+    return [f"the interpreter of Triton {found['triton']} fails with numpy {found['numpy']}: install numpy<2.4 or triton>=3.7"]
+
+
+def portable_reasons(problem: Problem, direction: str) -> list[str]:
     found = []
     if find_spec("triton") is None:
         found.append("triton is not installed")
-    if problem.device == "cpu" and not problem.interpret:
+    if problem.interpret:
+        found += interpreter_reasons()
+        if problem.dtype == "bfloat16":
+            found.append("Triton's interpreter multiplies the bits of bfloat16 as integers: use float16 or float32 there")
+    elif problem.device == "cpu":
         found.append("CPU tensors run in Triton's interpreter only: set TRITON_INTERPRET=1 before importing triton")
-    elif problem.device == "cpu" and problem.dtype == "bfloat16":
-        found.append("Triton's interpreter multiplies the bits of bfloat16 as integers: use float16 or float32 there")
+    if problem.device == "hip":
+        found.append("AMD GPUs (ROCm) are untested, and no tile was chosen for them")
     elif problem.device not in ("cuda", "cpu"):
         found.append(f"Triton kernels are launched on CUDA devices, not on {problem.device!r}")
     if problem.capability is not None and problem.capability < OLDEST_CAPABILITY:
@@ -63,7 +87,7 @@ def portable_rows(problem: Problem) -> dict[str, Config]:
     return {name: found[name] for name in names}
 
 
-def eager_reasons(problem: Problem) -> list[str]:
+def eager_reasons(problem: Problem, direction: str) -> list[str]:
     return [] if problem.dtype in DTYPES else [f"dtype {problem.dtype}"]
 
 

@@ -1,31 +1,81 @@
 """The derivative of `flashattn::attn_fwd`: one autograd.Function, which the operator itself runs.
 
 Saved for backward: q, k, lse, and v and out unless dV is the only gradient (dV = p^T dO needs neither). Nothing is saved, computed
-or allocated for a gradient that nobody asked for. A second derivative is not implemented and says so.
+or allocated for a gradient that nobody asked for. A second derivative and a forward-mode one are not implemented and say so.
+
+The surprising fact: forward-mode AD asks a Function only when it is applied. A kernel called without it drops tangents in silence.
 """
 
+import inspect
+from functools import partial
+
 import torch
+from torch.autograd import forward_ad
 
 from .schemas import LIBRARY
 
 _OPTIONS = 10  # arguments of attn_fwd after q, k, v
 
 
+def _differentiable(function, *args):
+    """The Function where somebody wants a derivative, else the kernel."""
+    tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
+    wanted = (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or (
+        forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    )
+    if wanted and torch._C._are_functorch_transforms_active():  # too deep in a transform for a Function: see _run
+        raise NotImplementedError(
+            "torch.compile of torch.func's grad, vjp or jvp of attention is not implemented: "
+            "use torch.autograd.grad or backward() there, or compile inside of the transform"
+        )
+    return function.apply(*args) if wanted else function.forward(*args)
+
+
 def _run(function, operator, *args):
-    """An operator, through its Function. torch.func's transforms act on a Function itself, before an operator is dispatched."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():
-        return function.apply(*args)
-    return operator(*args)
+    """The operator, without a first trip through the dispatcher that would only lead to `function`; a compiler must see the operator.
+
+    torch.func's transforms act on a Function itself, before an operator is dispatched.
+    """
+    if torch.compiler.is_compiling():
+        return operator(*args)
+    return function.apply(*args) if torch._C._are_functorch_transforms_active() else _differentiable(function, *args)
 
 
 def attn_fwd(*args):
     return _run(Attention, torch.ops.flashattn.attn_fwd, *args)
 
 
+def attn_bwd(*args):
+    return _run(AttentionBackward, torch.ops.flashattn.attn_bwd, *args)
+
+
+def _no_tangents(*_):
+    raise NotImplementedError(
+        "the forward-mode derivative of flashattn's attention is not implemented (forward_ad, torch.func.jvp, jacfwd, hessian): "
+        "use backward(), torch.autograd.grad, torch.func.grad, vjp or jacrev, once"
+    )
+
+
+def _fold(info, in_dims, tensors, cu_seqlens_q):
+    """(tensors with the mapped dimension made a part of the batch, whose entries are independent anyway; how to take it apart again)."""
+    if cu_seqlens_q is not None:
+        raise NotImplementedError(
+            "vmap of attention_varlen is not implemented: pack the rows of all samples into one call, their lengths one behind the other "
+            "in cu_seqlens, or loop over the samples"
+        )
+
+    def first(x, dim):
+        return x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+
+    mapped = [None if x is None else first(x, dim) for x, dim in zip(tensors, in_dims, strict=False)]
+    sizes = next(x.shape[:2] for x in mapped if x is not None)
+    return [None if x is None else x.flatten(0, 1) for x in mapped], sizes
+
+
 class AttentionBackward(torch.autograd.Function):
     """The gradients; differentiating them again is refused."""
 
-    generate_vmap_rule = True
+    jvp = staticmethod(_no_tangents)
 
     @staticmethod
     def forward(*args):
@@ -40,11 +90,18 @@ class AttentionBackward(torch.autograd.Function):
     def backward(ctx, *gradients):
         raise NotImplementedError("the derivative of flashattn's backward is not implemented: differentiate once")
 
+    @staticmethod
+    def vmap(info, in_dims, *args, call=attn_bwd):
+        tensors, rest, needs = args[:7], args[7:], args[-3:]
+        folded, sizes = _fold(info, in_dims, tensors, rest[1])
+        gradients = (x.unflatten(0, sizes) if need else x for x, need in zip(call(*folded, *rest), needs, strict=True))
+        return tuple(gradients), tuple(0 if need else None for need in needs)
+
 
 class Attention(torch.autograd.Function):
     """(out, lse) of q, k, v and the options of the operator. `setup_context` is apart from `forward`, as torch.func wants it."""
 
-    generate_vmap_rule = True
+    jvp = staticmethod(_no_tangents)
 
     @staticmethod
     def forward(*args):
@@ -68,20 +125,17 @@ class Attention(torch.autograd.Function):
         gradients = (None, None, None)
         if dout is not None or dlse is not None:
             args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs)
-            found = _run(AttentionBackward, torch.ops.flashattn.attn_bwd, *args)
+            found = attn_bwd(*args)
             gradients = tuple(gradient if needed else None for gradient, needed in zip(found, ctx.needs, strict=True))
         return (*gradients, *[None] * _OPTIONS)
 
-
-def _differentiable(function):
-    """What the operator does where autograd looks: the Function if somebody wants a gradient, the kernel otherwise."""
-
-    def run(*args):
-        wanted = torch.is_grad_enabled() and any(isinstance(arg, torch.Tensor) and arg.requires_grad for arg in args)
-        return function.apply(*args) if wanted else function.forward(*args)
-
-    return run
+    @staticmethod
+    def vmap(info, in_dims, q, k, v, *rest, call=attn_fwd):
+        folded, sizes = _fold(info, in_dims, (q, k, v), rest[0])
+        return tuple(x.unflatten(0, sizes) for x in call(*folded, *rest)), (0, 0)
 
 
-LIBRARY.impl("attn_fwd", _differentiable(Attention), "Autograd")
-LIBRARY.impl("attn_bwd", _differentiable(AttentionBackward), "Autograd")
+for _function, _operator in ((Attention, torch.ops.flashattn.attn_fwd), (AttentionBackward, torch.ops.flashattn.attn_bwd)):
+    _function.forward.__signature__ = inspect.signature(_function.forward)  # torch asks at every call, and to find out takes 10 us
+    LIBRARY.impl(_operator._qualified_op_name, partial(_differentiable, _function), "Autograd")
+    torch.library.register_vmap(_operator._qualified_op_name, partial(_function.vmap, call=_operator), lib=LIBRARY)  # in a compiled graph

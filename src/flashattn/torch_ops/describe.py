@@ -9,9 +9,14 @@ from ..problem import Problem, reachable_window
 
 
 @lru_cache(maxsize=64)
-def _capability(device: torch.device) -> tuple[int, int] | None:
-    """None for a fake CUDA tensor where there is no CUDA, too."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
+def _machine(device: torch.device) -> tuple[str, tuple[int, int] | None]:
+    """(device, capability) as a Problem has them; no capability for a fake CUDA tensor where there is no CUDA, too.
+
+    torch gives an AMD GPU the type of device, and even the capabilities, of an NVIDIA one: gfx90a says (9, 0) as a Hopper does.
+    """
+    if device.type == "cuda" and torch.version.hip:
+        return "hip", None
+    return device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
 def _tf32_allowed() -> bool:
@@ -23,28 +28,42 @@ def describe(
     softmax_scale, window_left, window_right, top_left, deterministic,
 ) -> Problem:  # fmt: skip
     """The Problem of a call, from its (already checked) tensors."""
-    varlen = cu_seqlens_q is not None
-    rows_q, rows_k = (q.shape[0], k.shape[0]) if varlen else (q.shape[1], k.shape[1])
-    left, right = reachable_window(window_left, window_right, top_left, rows_q, rows_k)
+    return _problem(
+        q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
+        softmax_scale, window_left, window_right, top_left, deterministic,
+        q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(), os.environ.get("TRITON_INTERPRET") == "1", *_machine(q.device),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=4096)  # a training step asks the same again and again, and to fill in twenty fields takes longer than to find them
+def _problem(
+    dtype, shape_q, shape_k, head_dim_v, sequences, max_seqlen_q, max_seqlen_k,
+    softmax_scale, window_left, window_right, top_left, deterministic,
+    tf32, interpret, device, capability,
+) -> Problem:  # fmt: skip
+    """`sequences` is None in a dense call."""
+    varlen = sequences is not None
+    rows_q, rows_k = shape_q[-3], shape_k[-3]
+    window_left, window_right, top_left = reachable_window(window_left, window_right, top_left, rows_q, rows_k, varlen)
     return Problem(
-        dtype=str(q.dtype).removeprefix("torch."),
-        batch=cu_seqlens_q.shape[0] - 1 if varlen else q.shape[0],
+        dtype=str(dtype).removeprefix("torch."),
+        batch=sequences if varlen else shape_q[0],
         seqlen_q=rows_q if max_seqlen_q is None else min(max_seqlen_q, rows_q),
         seqlen_k=rows_k if max_seqlen_k is None else min(max_seqlen_k, rows_k),
-        heads_q=q.shape[-2],
-        heads_kv=k.shape[-2],
-        head_dim=q.shape[-1],
+        heads_q=shape_q[-2],
+        heads_kv=shape_k[-2],
+        head_dim=shape_q[-1],
         head_dim_v=head_dim_v,
-        softmax_scale=softmax_scale,
-        window_left=left,
-        window_right=right,
+        softmax_scale=float(softmax_scale),  # 1 and 1.0 are one key here, and kernels take a float
+        window_left=window_left,
+        window_right=window_right,
         top_left=top_left,
         varlen=varlen,
         total_q=rows_q if varlen else 0,
         total_k=rows_k if varlen else 0,
         deterministic=deterministic,
-        tf32=q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(),
-        device=q.device.type,
-        capability=_capability(q.device),
-        interpret=os.environ.get("TRITON_INTERPRET") == "1",
+        tf32=tf32,
+        device=device,
+        capability=capability,
+        interpret=interpret,
     )

@@ -29,14 +29,14 @@ def _attn_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *
     if cu_seqlens_q is not None:
         check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
-    return launcher(select(problem, impl).launch).forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k)
+    return launcher(select(problem, "forward", impl).launch).forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 
 def _attn_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
     *options, impl, need_dq, need_dk, need_dv = rest
     problem = describe(q, k, head_dim_v, *options)
     cu_seqlens_q, cu_seqlens_k = options[:2]
-    backward = launcher(select(problem, impl).launch).backward
+    backward = launcher(select(problem, "backward", impl).launch).backward
     gradients = backward(problem, (need_dq, need_dk, need_dv), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 

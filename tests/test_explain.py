@@ -1,0 +1,124 @@
+"""`explain`: the choice in words, the work in numbers. How kernels are chosen is asked in test_dispatch.py."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from flashattn import explain
+from flashattn.dispatch.explain import _units
+from flashattn.dispatch.explain import explain as explain_problem
+from flashattn.dispatch.table import portable_reasons, portable_rows
+from flashattn.problem import Problem
+from flashattn.reference import keep_mask
+from support import dense, packed
+
+PROBLEM = Problem("bfloat16", 2, 128, 256, 4, 2, 64, 64, 0.125, capability=(9, 0))
+
+
+def test_explain_prints_the_choice_the_reasons_the_tiles_and_the_work():
+    found = explain_problem(replace(PROBLEM, head_dim=72, window_left=5, window_right=0), None)
+    assert found.kernels == {"forward": "portable", "backward": "portable"} and found.passed_over == {"forward": {}, "backward": {}}
+    text = str(found)
+    assert "cuda sm_90" in text and "bfloat16" in text and "heads 4/2" in text and "128 queries x 256 keys" in text
+    assert "window (5, 0) around the bottom-right diagonal" in text and "head_dim padded to 128/64" in text
+    assert text.count("kernel") == 1 and "  kernel: portable\n" in text
+    assert found.tiles == portable_rows(found.problem)
+    for name, row in found.tiles.items():
+        (line,) = (line for line in text.splitlines() if line.split()[0] == name)
+        numbers = [row.block_m, *([row.block_n] if name != "delta" else []), row.num_warps, row.num_stages]
+        assert [int(word) for word in line.split() if word.isdigit()] == numbers
+    for direction in ("forward", "backward"):
+        (line,) = (line for line in text.splitlines() if line.split()[0] == f"{direction}:")
+        assert _units(found.flops[direction], "FLOP") in line and _units(found.bytes[direction], "B") in line and "at most" not in line
+    assert max(map(len, text.splitlines())) <= 120
+
+
+def test_explain_prints_why_kernels_were_passed_over():
+    found = explain_problem(replace(PROBLEM, device="xpu", capability=(7, 5)), None)
+    assert set(found.kernels.values()) == {"eager"} and not found.tiles
+    reasons = found.passed_over["forward"]["portable"]
+    assert reasons == portable_reasons(found.problem, "forward") and len(reasons) == 2
+    assert str(found).count(f"not portable: {'; '.join(reasons)}") == 1, "for both passes"
+    assert "not portable: impl='eager' was asked for" in str(explain_problem(PROBLEM, "eager"))
+
+
+def test_numbers_are_printed_with_a_prefix():
+    numbers = (0, 999, 1000, 2880, 549_889_523_712, 1_374_723_809_280, 10**24)
+    assert [_units(number, "B") for number in numbers] == ["0 B", "999 B", "1 kB", "2.88 kB", "549.9 GB", "1.375 TB", "1e+06 EB"]
+
+
+LENGTHS = st.integers(0, 9)
+WINDOWS = st.tuples(*[st.none() | st.integers(0, 9)] * 2)
+CAUSAL = st.sampled_from([False, True, "top-left"])
+
+
+@given(LENGTHS, LENGTHS, WINDOWS, CAUSAL, st.integers(0, 2), st.integers(1, 3), st.integers(1, 3))
+def test_work_is_what_counting_gives(rows_q, rows_k, window, causal, batch, group, dim):
+    """2 FLOPs a kept pair, head and multiply-add; the bytes of the tensors themselves."""
+    data = dense(rows_q, rows_k, batch=batch, heads=2 * group, heads_kv=2, dim=dim, dim_v=2 * dim, dtype=torch.float16)
+    found = explain(data.q, data.k, data.v, causal=causal, window=window, impl="eager")
+    pairs = batch * 2 * group * int(keep_mask(rows_q, rows_k, causal=causal, window=window).sum())
+    assert found.flops == {"forward": 2 * pairs * (dim + 2 * dim), "backward": 2 * pairs * (3 * dim + 2 * 2 * dim)}
+    forward = [data.q, data.k, data.v, data.dout, data.dlse]  # out and lse are like their gradients
+    backward = [*forward, data.dout, data.q, data.k, data.v]
+    assert found.bytes == {name: sum(x.nbytes for x in tensors) for name, tensors in (("forward", forward), ("backward", backward))}
+
+
+@given(st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=4), WINDOWS, CAUSAL, st.booleans())
+def test_work_of_a_packed_call_is_an_upper_bound(lengths, window, causal, told):
+    """As good as can be had without reading lengths that live on a GPU; exact for one sequence of known lengths."""
+    lens_q, lens_k = map(list, zip(*lengths, strict=True))
+    data = packed(lens_q, lens_k, heads=2, dim=3, dtype=torch.float16)
+    most = {"max_seqlen_q": max(lens_q), "max_seqlen_k": max(lens_k)} if told else {}
+    found = explain(data.q, data.k, data.v, data.cu_q, data.cu_k, causal=causal, window=window, impl="eager", **most)
+    pairs = sum(int(keep_mask(*pair, causal=causal, window=window).sum()) for pair in lengths)
+    assert found.flops["forward"] >= 2 * 2 * pairs * 6
+    assert found.flops["forward"] <= 2 * 2 * 6 * min(sum(lens_q) * max(lens_k if told else [sum(lens_k)]), len(lengths) * 36 * 36)
+    if len(lengths) == 1:
+        assert found.flops["forward"] == 2 * 2 * pairs * 6
+    assert "at most" in str(found) and f"packed in {sum(lens_q)} and {sum(lens_k)} rows" in str(found)
+
+
+def test_explain_needs_shapes_only():
+    data = dense(5, 7, batch=2, heads=4, heads_kv=2, dim=8, dtype=torch.float32)
+    qkv, options = (data.q, data.k, data.v), {"causal": True, "impl": "eager"}
+    real = explain(*qkv, **options)
+    with FakeTensorMode() as mode:
+        fake = explain(*map(mode.from_tensor, qkv), **options)
+    transposed = explain(*(x.transpose(1, 2) for x in qkv), layout="bhsd", **options)
+    assert fake == real == transposed
+    meta = explain(*(x.to("meta") for x in qkv), causal=True)
+    assert (meta.kernels, meta.flops, meta.bytes) == (real.kernels, real.flops, real.bytes)
+
+
+def test_explain_of_packed_meta_tensors():
+    data = packed([3, 5], [4, 2], heads=4, heads_kv=2, dim=8, dtype=torch.float32)
+    tensors = (data.q, data.k, data.v, data.cu_q, data.cu_k)
+    assert explain(*(x.to("meta") for x in tensors), impl="eager").flops == explain(*tensors, impl="eager").flops
+    assert explain(*tensors, max_seqlen_q=torch.tensor(5)).problem == explain(*tensors).problem, "a tensor is not read"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="about machines without CUDA")
+def test_explain_of_fake_cuda_tensors_without_cuda():
+    with FakeTensorMode():
+        q = torch.empty(1, 128, 2, 64, device="cuda", dtype=torch.float16)
+        found = explain(q, q, q)
+    assert set(found.kernels.values()) == {"portable"} and found.problem.capability is None and found.tiles
+
+
+@pytest.mark.gpu
+def test_explain_on_this_gpu():
+    q = torch.empty(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
+    found = explain(q, q, q)
+    assert set(found.kernels.values()) == {"portable"} and found.problem.capability == torch.cuda.get_device_capability()
+    assert "cuda sm_{}{}".format(*torch.cuda.get_device_capability()) in str(found)
+    assert not found.problem.tf32
+    torch.backends.cuda.matmul.fp32_precision, before = "tf32", torch.backends.cuda.matmul.fp32_precision
+    try:
+        assert explain(q.float(), q.float(), q.float()).problem.tf32
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
