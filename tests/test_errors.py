@@ -67,6 +67,9 @@ DENSE = {
     "k is an array": (qkv(k=numpy.ones((2, 4, 2, 8))), TypeError, ("k is a ndarray", "expected a torch.Tensor")),
     "v is missing": (qkv(v=None), TypeError, ("v is a NoneType", "expected a torch.Tensor")),
     "q sparse": (qkv(q=qkv()["q"].to_sparse()), TypeError, ("q has layout torch.sparse_coo", "expected torch.strided")),
+    "q nested": (
+        qkv(q=torch.nested.nested_tensor([T(3, 4, 8), T(2, 4, 8)])), TypeError, ("q is a nested tensor", "attention_varlen takes"),
+    ),
     "q of rank 3": (qkv(q=T(3, 4, 8)), ValueError, ("q has shape (3, 4, 8)", "expected 4 dimensions [batch, seqlen, heads, head_dim]")),
     "v of rank 5": (qkv(v=T(1, 2, 4, 2, 8)), ValueError, ("v has shape (1, 2, 4, 2, 8)", "expected 4 dimensions")),
     "q of rank 3, bhsd": (qkv(q=T(3, 4, 8), layout="bhsd"), ValueError, ("expected 4 dimensions [batch, heads, seqlen, head_dim]",)),
@@ -101,6 +104,7 @@ DENSE = {
     "layout of torch": (qkv(layout="BHSD"), ValueError, ("layout='BHSD'", "expected one of ('bshd', 'bhsd')")),
     "layout packed": (qkv(layout="packed"), ValueError, ("layout='packed'", "expected one of ('bshd', 'bhsd')")),
     "layout None": (qkv(layout=None), ValueError, ("layout=None", "expected one of ('bshd', 'bhsd')")),
+    "layout array": (qkv(layout=numpy.zeros(2)), ValueError, ("layout=array", "expected one of ('bshd', 'bhsd')")),
     "layout list": (qkv(layout=["bshd"]), ValueError, ("layout=['bshd']", "expected one of ('bshd', 'bhsd')")),
 }  # fmt: skip
 
@@ -134,6 +138,8 @@ OPTIONS = {
     "softmax_scale tensor": ({"softmax_scale": torch.tensor(0.1)}, TypeError, ("softmax_scale is a Tensor", "expected a float or None")),
     "softmax_scale string": ({"softmax_scale": "0.1"}, TypeError, ("softmax_scale is a str", "expected a float or None")),
     "softmax_scale bool": ({"softmax_scale": True}, TypeError, ("softmax_scale is a bool", "expected a float or None")),
+    "causal array": ({"causal": numpy.ones(2)}, ValueError, ("causal=array", "expected False, True (bottom-right) or 'top-left'")),
+    "impl array": ({"impl": numpy.zeros(2)}, ValueError, ("impl=array", "expected None or one of")),
     "deterministic None": ({"deterministic": None}, TypeError, ("deterministic=None", "expected a bool")),
     "deterministic string": ({"deterministic": "no"}, TypeError, ("deterministic='no'", "expected a bool")),
 }
@@ -150,6 +156,9 @@ PACKED = {
     ),
     "cu_seqlens_k float": (
         varlen(cu_seqlens_k=cu(0, 2, 6, dtype=torch.float32)), TypeError, ("cu_seqlens_k has dtype torch.float32", "expected torch.int32"),
+    ),
+    "cu_seqlens_q sparse": (
+        varlen(cu_seqlens_q=cu(0, 1, 5).to_sparse()), TypeError, ("cu_seqlens_q has layout torch.sparse_coo", "expected torch.strided"),
     ),
     "cu_seqlens_q of rank 2": (varlen(cu_seqlens_q=cu([0, 5])), ValueError, ("cu_seqlens_q has shape (1, 2)", "expected [batch + 1]")),
     "cu_seqlens_k of rank 0": (varlen(cu_seqlens_k=cu(0)[0]), ValueError, ("cu_seqlens_k has shape ()", "expected [batch + 1]")),

@@ -69,6 +69,7 @@ def attention(
         window: ``(left, right)``, the number of keys kept each side of that diagonal, itself included and always kept; None is no limit,
             0 the diagonal alone. ``causal`` is the window ``(None, 0)``; together they keep what both keep.
         softmax_scale: factor of the scores, at most 1.7e38 in magnitude (half of the largest float32); default ``1 / sqrt(head_dim)``.
+            Triton kernels take one below 2**-120 for 0.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run. Every kernel so far keeps the promise without being asked.

@@ -43,7 +43,7 @@ def check_options(causal, window, softmax_scale, deterministic):
     """(window, softmax_scale) in Python's own types, or None as they came."""
     if not isinstance(deterministic, bool):
         raise TypeError(f"deterministic={deterministic!r}: expected a bool")
-    if not (causal is True or causal is False or causal == "top-left"):
+    if not (causal is True or causal is False or (isinstance(causal, str) and causal == "top-left")):
         raise ValueError(f"causal={causal!r}: expected False, True (bottom-right) or 'top-left'")
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
@@ -73,7 +73,7 @@ def _limit(side, limit):
 
 
 def check_layout(layout) -> None:
-    if layout not in LAYOUTS:
+    if not isinstance(layout, str) or layout not in LAYOUTS:
         raise ValueError(f"layout={layout!r}: expected one of {LAYOUTS}")
 
 
@@ -83,8 +83,7 @@ def check_tensors(q, k, v, layout) -> None:
     for name, tensor in (("q", q), ("k", k), ("v", v)):
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor")
-        if tensor.layout != torch.strided:
-            raise TypeError(f"{name} has layout {tensor.layout}: expected torch.strided (dense)")
+        _check_strided(name, tensor)
         if tensor.dim() != len(names):
             raise ValueError(f"{name} has shape {tuple(tensor.shape)}: expected {len(names)} dimensions [{', '.join(names)}]")
         if tensor.dtype not in TORCH_DTYPES:
@@ -94,6 +93,13 @@ def check_tensors(q, k, v, layout) -> None:
     if not q.device == k.device == v.device:
         raise ValueError(f"q has device {q.device}, k has device {k.device}, v has device {v.device}: expected one device for q, k and v")
     _check_shapes(q.shape, k.shape, v.shape, names)
+
+
+def _check_strided(name, tensor) -> None:
+    if tensor.is_nested:
+        raise TypeError(f"{name} is a nested tensor: expected a dense one; attention_varlen takes sequences of different lengths packed")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{name} has layout {tensor.layout}: expected torch.strided (dense)")
 
 
 def _check_shapes(q, k, v, names) -> None:
@@ -119,6 +125,7 @@ def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[s
     for name, tensor in cu_seqlens.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is a {type(tensor).__name__}: expected an int32 tensor [batch + 1]")
+        _check_strided(name, tensor)
         if tensor.dtype != torch.int32:
             raise TypeError(f"{name} has dtype {tensor.dtype}: expected torch.int32")
         if tensor.dim() != 1 or tensor.shape[0] < 1:

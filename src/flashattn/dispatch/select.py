@@ -10,7 +10,7 @@ NAMES = tuple(kernel.name for kernel in KERNELS)
 
 
 def check_impl(impl: str | None) -> None:
-    if impl is not None and impl not in NAMES:
+    if impl is not None and not (isinstance(impl, str) and impl in NAMES):
         raise ValueError(f"impl={impl!r}: expected None or one of {NAMES}")
 
 
