@@ -18,7 +18,6 @@ from typing import Protocol
 
 import torch
 
-
 BUSY_CYCLES = 4_000_000  # about 2 ms
 
 

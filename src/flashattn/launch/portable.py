@@ -7,7 +7,7 @@ synchronisation (see kernels/common/index.py).
 
 import math
 from contextlib import nullcontext
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import torch
 
@@ -16,6 +16,7 @@ from ..kernels.portable.backward import attn_bwd_delta, attn_bwd_dkdv, attn_bwd_
 from ..kernels.portable.forward import attn_fwd
 from ..kernels.structs import Seqlens, Spec, Tile, View
 from ..problem import Problem
+from .cache import run
 
 WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
 SMALLEST_SCALE = 2.0**-120  # what the GPU may flush to 0 is 0
@@ -116,15 +117,15 @@ def delta_launch(problem: Problem, config, out, dout, dlse, delta):
 
 
 def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k):
-    """dk or dv may be None; v and delta are used for dk alone."""
+    """dk or dv may be None. v and delta are for dk alone."""
+    if dk is None:
+        v = delta = None
     grid, sizes = _sizes(problem, config.block_n, over_keys=True)
-    tensors = (q, k, v if dk is not None else None, dout)
-    views = [None if tensor is None else _view(tensor) for tensor in tensors]
-    gradients = [None if tensor is None else _view(tensor) for tensor in (dk, dv)]
+    views, gradients = ([None if tensor is None else _view(tensor) for tensor in some] for some in ((q, k, v, dout), (dk, dv)))
     spec = _spec(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
     tile = _tile(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
-        *views, lse, None if dk is None else delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes,
+        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes,
         problem.softmax_scale, _scale_log2(problem), spec, tile,
     )  # fmt: skip
     return attn_bwd_dkdv, grid, args, _options(config)
@@ -141,11 +142,6 @@ def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlen
     return attn_bwd_dq, grid, args, _options(config)
 
 
-def _run(kernel, grid, args, options):
-    if grid[0] > 0:
-        kernel[grid](*args, **options)
-
-
 def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
     """(out, lse) of attention."""
     q, k, v = _rows(q), _rows(k), _rows(v)
@@ -153,7 +149,8 @@ def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
     rows = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     with _device(q):
-        _run(*forward_launch(problem, _rows_of(problem)["forward"], q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k))
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors))
     return out, lse
 
 
@@ -188,15 +185,19 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
         if need_dq or need_dk:
             delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
             dlse = None if dlse is None else dlse.contiguous()
-            _run(*delta_launch(problem, rows["delta"], _rows(out), dout, dlse, delta))
+            tensors = (_rows(out), dout, dlse, delta)
+            run("delta", problem, tensors, partial(delta_launch, problem, rows["delta"], *tensors))
         if need_dk:
             dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         if need_dv:
             dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device)
         for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
             if name in rows and outputs != (None, None):
-                _run(*dkdv_launch(problem, rows[name], q, k, v, dout, lse, delta, *outputs, cu_seqlens_q, cu_seqlens_k))
+                for_dk = (v, delta) if outputs[0] is not None else (None, None)
+                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k)
+                run(name, problem, tensors, partial(dkdv_launch, problem, rows[name], *tensors))
         if need_dq:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            _run(*dq_launch(problem, rows["dq"], q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k))
+            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k)
+            run("dq", problem, tensors, partial(dq_launch, problem, rows["dq"], *tensors))
     return dq, dk, dv
