@@ -4,7 +4,8 @@
     check(data, impl, causal=True)                      # out, lse, dq, dk and dv against flashattn.reference
 
 The tolerance is derived, not tuned, and derived here, which takes this file over 300 lines. An implementation may be off by twice what
-plain attention in the same dtype is off by (1.5 times in the root mean square), plus one rounding of the result, plus the float32 roundoff of what cancels inside it: see `tolerance`.
+plain attention in the same dtype is off by (1.5 times in the root mean square), plus one rounding of the result, plus the float32 roundoff
+of what cancels inside it: see `tolerance`.
 
 The surprising fact is that last term. With one key dq is exactly zero, so is the peer's error, and an allowance made of the two is
 zero as well; but a kernel subtracts rowsum(dout * out) from dout . v, equal numbers that it summed in different orders. What float32
