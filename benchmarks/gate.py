@@ -13,6 +13,7 @@ Surprising fact: relative error hardly grows with length, because the softmax av
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -56,8 +57,12 @@ def excess(name: str, x: Tensor, low: Tensor, ref: Tensor, eps: float) -> str | 
 
 
 def flashattn_reference(workload: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flashattn.reference import attention_reference
+    from flashattn.reference import attention_reference, attention_varlen_reference
 
+    if workload.packed:
+        cu = [0, *accumulate(workload.lengths)]
+        packed = (x.squeeze(0) for x in (q, k, v))
+        return attention_varlen_reference(*packed, cu, cu, causal=workload.causal, window=workload.window).unsqueeze(0)
     return attention_reference(q, k, v, causal=workload.causal, window=workload.window)
 
 

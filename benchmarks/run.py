@@ -1,4 +1,4 @@
-"""The benchmark: `python -m benchmarks.run --suite fa3|llama3|smoke`.
+"""The benchmark: `python -m benchmarks.run --suite fa3|llama3|packed|dims|smoke`.
 
 For every workload and direction: bind all providers, ask the gate, time those that passed in one interleaved run, write the JSON.
 A provider that cannot run, or is wrong, gets a row with the reason and no number.
@@ -26,7 +26,7 @@ from benchmarks.timing import Call, Clock, clock_for, gpu_state, interleave
 from benchmarks.workloads import DIRECTIONS, SUITES, Workload, select
 
 # whose result the others must agree with at the real size: the first of these that passed the oracle, then anyone
-ANCHORS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "fa3", "fa2")
+ANCHORS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "torch-varlen", "fa3", "fa2")
 
 
 def admit(

@@ -1,24 +1,31 @@
 """Named attention workloads, and how much work each one is.
 
-A workload is plain data, so tests, benchmarks and tuning speak of the same shapes by the same names. Work is counted exactly: only
-the (query, key) pairs that the mask keeps, one multiply-add as two FLOPs, softmax not counted (the field's convention).
+A workload is plain data, so tests, benchmarks and tuning speak of the same shapes by the same names. Work is counted exactly, by
+`flashattn.explain`'s own formulas: only the (query, key) pairs that the mask keeps, one multiply-add as two FLOPs, softmax not counted (the
+field's convention). Packed sequences are counted one by one, where `explain`, which knows no lengths, has an upper bound.
 
 Surprising fact: papers halve the FLOPs of a causal square; the exact count is S (S + 1) / 2 pairs, 0.2 % more at S = 512.
 """
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
-from flashattn.problem import Problem, canonical_window, default_scale, kept_pairs
+from flashattn.dispatch.explain import work
+from flashattn.problem import Problem, canonical_window, default_scale
 
 DIRECTIONS = ("fwd", "bwd")
+PASSES = dict(zip(DIRECTIONS, ("forward", "backward"), strict=True))
 GATE_LENGTH = 1024  # fp64 scores of this length still fit everywhere, and it spans several tiles of every kernel
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One dense attention call: shapes, mask, dtype. `causal` and `window` mean what they mean in `flashattn.attention`."""
+    """One attention call: shapes, mask, dtype. `causal` and `window` mean what they mean in `flashattn.attention`.
+
+    lengths: of packed sequences, as many queries as keys in each; `batch` is then their number and `seqlen_*` the longest.
+    """
 
     name: str
     batch: int
@@ -31,6 +38,7 @@ class Workload:
     causal: bool | str = False
     window: tuple[int | None, int | None] | None = None
     dtype: str = "bfloat16"
+    lengths: tuple[int, ...] = ()
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -40,17 +48,27 @@ class Workload:
     def group(self) -> int:
         return self.heads_q // self.heads_kv
 
+    @property
+    def packed(self) -> bool:
+        return bool(self.lengths)
+
+    @property
+    def rows(self) -> tuple[int, int, int]:
+        """(batch entries, query rows of one, key rows of one) of the tensors; packed sequences share one entry."""
+        return (1, sum(self.lengths), sum(self.lengths)) if self.packed else (self.batch, self.seqlen_q, self.seqlen_k)
+
     def problem(self) -> Problem:
         left, right, top_left = canonical_window(self.causal, self.window)
+        _, total_q, total_k = self.rows if self.packed else (0, 0, 0)
         return Problem(
             dtype=self.dtype, batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, heads_q=self.heads_q,
             heads_kv=self.heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, softmax_scale=default_scale(self.head_dim),
-            window_left=left, window_right=right, top_left=top_left,
+            window_left=left, window_right=right, top_left=top_left, varlen=self.packed, total_q=total_q, total_k=total_k,
         )
 
     def pairs(self) -> int:
         """(query, key) pairs that the mask keeps, over all query heads and batch entries."""
-        return self.batch * self.heads_q * kept_pairs(self.problem())
+        return self.flops("fwd") // (2 * (self.head_dim + self.head_dim_v))
 
     def flops(self, direction: str) -> int:
         """FLOPs of one call.
@@ -59,9 +77,7 @@ class Workload:
         Backward: 2 pairs (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS K, dS^T Q; 2.5 times the forward when D = Dv.
         """
         _check_direction(direction)
-        if direction == "fwd":
-            return 2 * self.pairs() * (self.head_dim + self.head_dim_v)
-        return 2 * self.pairs() * (3 * self.head_dim + 2 * self.head_dim_v)
+        return _work(self, PASSES[direction])[0]
 
     def minimal_bytes(self, direction: str) -> int:
         """Fewest bytes through device memory: every input read once, every output written once.
@@ -69,13 +85,7 @@ class Workload:
         Forward: q, k, v in, out and the fp32 lse out. Backward: q, k, v, out, dout and lse in, dq, dk, dv out.
         """
         _check_direction(direction)
-        rows_q = self.batch * self.seqlen_q * self.heads_q
-        rows_k = self.batch * self.seqlen_k * self.heads_kv
-        itemsize = self.torch_dtype.itemsize
-        qkv = itemsize * (rows_q * self.head_dim + rows_k * (self.head_dim + self.head_dim_v))
-        out = itemsize * rows_q * self.head_dim_v
-        lse = 4 * rows_q
-        return qkv + out + lse if direction == "fwd" else 2 * qkv + 2 * out + lse
+        return _work(self, PASSES[direction])[1]
 
     def reduced(self, limit: int = GATE_LENGTH) -> "Workload":
         """The same kind of call (dtype, head dims, group, mask, tile-crossing lengths) small enough for the fp64 oracle.
@@ -83,10 +93,21 @@ class Workload:
         The name is dropped: workloads of one kind reduce to equal values, so the oracle judges each kind once.
         """
         heads_kv = min(self.heads_kv, 2)
+        lengths = tuple(min(length, limit) for length in self.lengths)
         return replace(
-            self, name="reduced", batch=2, seqlen_q=min(self.seqlen_q, limit), seqlen_k=min(self.seqlen_k, limit),
-            heads_q=heads_kv * self.group, heads_kv=heads_kv,
+            self, name="reduced", batch=len(lengths) or 2, seqlen_q=min(self.seqlen_q, limit), seqlen_k=min(self.seqlen_k, limit),
+            heads_q=heads_kv * self.group, heads_kv=heads_kv, lengths=lengths,
         )
+
+
+@lru_cache(maxsize=1024)
+def _work(workload: Workload, direction: str) -> tuple[int, int]:
+    """(FLOPs, bytes). A packed call is its sequences, each a dense call of one batch entry."""
+    whole = workload.problem()
+    alone = replace(whole, batch=1, varlen=False, total_q=0, total_k=0)
+    problems = [replace(alone, seqlen_q=length, seqlen_k=length) for length in workload.lengths] if workload.packed else [whole]
+    counted = [work(problem) for problem in problems]
+    return sum(flops[direction] for flops, _ in counted), sum(moved[direction] for _, moved in counted)
 
 
 def _check_direction(direction: str) -> None:
@@ -97,6 +118,14 @@ def _check_direction(direction: str) -> None:
 def square(name: str, batch: int, seqlen: int, heads_q: int, heads_kv: int, head_dim: int, causal: bool, dtype="bfloat16") -> Workload:
     """Self-attention: as many keys as queries, one head dim."""
     return Workload(name, batch, seqlen, seqlen, heads_q, heads_kv, head_dim, head_dim, causal, None, dtype)
+
+
+def packed(
+    name: str, lengths: tuple[int, ...], heads_q: int, heads_kv: int, head_dim: int, causal: bool = True, dtype="bfloat16"
+) -> Workload:
+    """Self-attention of packed sequences."""
+    longest = max(lengths)
+    return Workload(name, len(lengths), longest, longest, heads_q, heads_kv, head_dim, head_dim, causal, None, dtype, lengths)
 
 
 def fa3_grid() -> tuple[Workload, ...]:
@@ -119,6 +148,32 @@ def llama3_8b() -> tuple[Workload, ...]:
     )
 
 
+# Documents as they come: a few long ones hold most of the tokens, most are short, and no length is a multiple of a tile.
+MIXED = (5213, 3071, 2047, 1543, 1021, 809, 613, 509, 397, 331, 257, 199, 127, 101, 67, 43, 19, 11, 5, 1)
+
+
+def packed_16k() -> tuple[Workload, ...]:
+    """16 384 tokens of packed causal sequences, heads x head dim = 2048: of equal lengths, to compare with a dense batch, and mixed."""
+    equal = (4096,) * 4
+    return (
+        packed("packed-16k", equal, 16, 16, 128),
+        packed("packed-16k-d64", equal, 32, 32, 64),
+        packed("packed-16k-mixed", MIXED, 16, 16, 128),
+        packed("packed-16k-d64-mixed", MIXED, 32, 32, 64),
+        packed("packed-16k-llama3-8b-mixed", MIXED, 32, 8, 128),
+    )
+
+
+def odd_head_dims() -> tuple[Workload, ...]:
+    """Head dims that are no power of two, on 16 384 tokens: 72 of SigLIP, 80 of Phi-2, 96 of Phi-3, 192 with 128 of DeepSeek-V3."""
+    dims = {"d72": (72, 72, 16), "d80": (80, 80, 32), "d96": (96, 96, 32), "d192-128": (192, 128, 16)}
+    return tuple(
+        Workload(f"dims-{name}-s4096{'-causal' if causal else ''}", 4, 4096, 4096, heads, heads, head_dim, head_dim_v, causal)
+        for name, (head_dim, head_dim_v, heads) in dims.items()
+        for causal in (False, True)
+    )
+
+
 def smoke() -> tuple[Workload, ...]:
     """Tiny shapes that take every path of the benchmark in seconds on a CPU; their speeds mean nothing.
 
@@ -128,17 +183,18 @@ def smoke() -> tuple[Workload, ...]:
         square("smoke-d64-s128", 1, 128, 2, 2, 64, False, "float16"),
         square("smoke-d64-s192-causal", 2, 192, 2, 2, 64, True, "float16"),
         square("smoke-gqa-s128-causal", 1, 128, 4, 2, 32, True, "float16"),
+        packed("smoke-packed-causal", (100, 1, 27), 2, 1, 32, dtype="float16"),
     )
 
 
-SUITES = {"fa3": fa3_grid(), "llama3": llama3_8b(), "smoke": smoke()}
+SUITES = {"fa3": fa3_grid(), "llama3": llama3_8b(), "packed": packed_16k(), "dims": odd_head_dims(), "smoke": smoke()}
 WORKLOADS = {workload.name: workload for suite in SUITES.values() for workload in suite}
 
 
 def select(
     suite: str, seqlens: tuple[int, ...] | None = None, head_dims: tuple[int, ...] | None = None, match: str = ""
 ) -> tuple[Workload, ...]:
-    """The workloads of a suite whose length, head dim and name (a substring) were asked for; ValueError when none is left."""
+    """The workloads of a suite whose (longest) length, head dim and name (a substring) were asked for; ValueError when none is left."""
     if suite not in SUITES:
         raise ValueError(f"suite is {suite!r}; known are {', '.join(SUITES)}")
     chosen = tuple(

@@ -83,8 +83,7 @@ def compile_here(job: Job) -> Compiled:
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: this process can only interpret; compile through a CompilePool")
     triton.runtime.driver.set_active(_driver(job.cc))
-    module, _, name = job.build.rpartition(".")
-    kernel, args, options = getattr(import_module(module), name)(*job.args)
+    kernel, args, options = _built(job)
     started = time.perf_counter()
     compiled = kernel.warmup(*args, grid=(1,), **options)
     seconds = time.perf_counter() - started
@@ -97,7 +96,37 @@ def compile_here(job: Job) -> Compiled:
     )
 
 
-def _driver(cc: int):
+def _built(job: Job):
+    module, _, name = job.build.rpartition(".")
+    return getattr(import_module(module), name)(*job.args)
+
+
+def specializations_here(jobs: list[Job]) -> list[tuple[str, str]]:
+    """For each job the kernel's name and the key under which Triton would look for a compiled one: as many keys, as many compilations.
+
+    Nothing is compiled: Triton's hook before a compilation sees the key, and its answer "already done" ends the launch.
+    """
+    import triton
+
+    seen = []
+
+    def note(*, key, fn, **_):
+        seen.append((fn.name, key))
+        return True
+
+    before = triton.knobs.runtime.jit_cache_hook
+    triton.knobs.runtime.jit_cache_hook = note
+    try:
+        for job in jobs:
+            triton.runtime.driver.set_active(_driver(job.cc, device=-1 - job.cc))  # where nothing was ever compiled
+            kernel, args, options = _built(job)
+            kernel.warmup(*args, grid=(1,), **options)
+    finally:
+        triton.knobs.runtime.jit_cache_hook = before
+    return seen
+
+
+def _driver(cc: int, device: int | None = None):
     from triton.backends.compiler import GPUTarget
     from triton.backends.driver import DriverBase
 
@@ -108,7 +137,7 @@ def _driver(cc: int):
             return GPUTarget("cuda", cc, 32)
 
         def get_current_device(self):
-            return cc
+            return cc if device is None else device
 
         def get_current_stream(self, device):
             return 0
@@ -193,6 +222,10 @@ class CompilePool:
             return self._futures[job].result()
         except BrokenProcessPool:
             return self._alone(job)
+
+    def run(self, function, *args):
+        """What function(*args) gives in a worker, where kernels can be compiled; the function is sent by its name."""
+        return self._pool.submit(function, *args).result()
 
     def _alone(self, job: Job) -> Compiled:
         """A compiler that crashes takes the whole pool along: compile each unfinished job in a process of its own to find which it is."""

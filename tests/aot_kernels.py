@@ -1,8 +1,10 @@
-"""Kernels for test_aot.py: one that fits every GPU, one that can't keep its values in registers.
+"""Kernels for test_aot.py: one that fits every GPU, one that can't keep its values in registers. And two for test_recompilation.py.
 
 In a file of their own because a kernel is bound to the compiler or to the interpreter when its module is loaded; only the workers that
 compile load this one.
 """
+
+from typing import NamedTuple
 
 import triton
 import triton.language as tl
@@ -26,3 +28,18 @@ def hoarder_kernel(x, out, BLOCK: tl.constexpr):
     values = tl.load(x + offsets)
     total = tl.sum(values, 0)
     tl.store(out + offsets, values / total)
+
+
+class Sizes(NamedTuple):
+    total: int
+    batch: int
+
+
+@triton.jit(do_not_specialize=("sizes", "total", "batch"))
+def sizes_in_a_tuple_kernel(out, sizes):
+    tl.store(out, sizes.total + sizes.batch)
+
+
+@triton.jit(do_not_specialize=("total", "batch"))
+def sizes_as_arguments_kernel(out, total, batch):
+    tl.store(out, total + batch)

@@ -5,14 +5,16 @@ The surprising fact: the arithmetic of a benchmark can be checked exactly, by co
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from benchmarks import host_overhead, memory, report, run
 from benchmarks.providers import Inputs
 from benchmarks.timing import Call
-from benchmarks.workloads import SUITES, WORKLOADS, Workload, select, square
+from benchmarks.workloads import MIXED, SUITES, WORKLOADS, Workload, packed, select, square
 
+from flashattn.dispatch.table import padded_head_dim
 from flashattn.reference import keep_mask
 
 CPU = torch.device("cpu")
@@ -31,22 +33,21 @@ UGLY = [
     Workload("far", 1, 2, 40, 1, 1, 8, 8, False, (0, 0)),
     Workload("none", 1, 0, 5, 1, 1, 8, 8, True),
     Workload("tall", 1, 50, 2, 2, 2, 8, 8, True, (3, None)),
+    packed("packed", (5, 1, 13), 4, 2, 8, causal=False),
+    packed("packed-causal", (5, 1, 13), 4, 2, 8),
+    replace(packed("packed-window", (7, 7, 2, 30), 2, 1, 8), window=(3, None), head_dim_v=24),
 ]
 
 
 @pytest.mark.parametrize("workload", UGLY, ids=lambda w: w.name)
 def test_flops_equal_brute_force_counting(workload):
-    keep = keep_mask(workload.seqlen_q, workload.seqlen_k, causal=workload.causal, window=workload.window)
-    forward = backward = 0
-    for row in keep.tolist():
-        for kept in row:
-            score = 2 * workload.head_dim * kept
-            value = 2 * workload.head_dim_v * kept
-            forward += score + value  # q k, p v
-            backward += score + value + value + score + score  # q k, dout v, p dout, ds k, ds q
-    lanes = workload.batch * workload.heads_q
-    assert workload.flops("fwd") == lanes * forward
-    assert workload.flops("bwd") == lanes * backward
+    mask = partial(keep_mask, causal=workload.causal, window=workload.window)
+    sequences = [(length, length) for length in workload.lengths] or [(workload.seqlen_q, workload.seqlen_k)] * workload.batch
+    kept = workload.heads_q * sum(int(mask(*lengths).sum()) for lengths in sequences)
+    score, value = 2 * workload.head_dim * kept, 2 * workload.head_dim_v * kept
+    assert workload.pairs() == kept
+    assert workload.flops("fwd") == score + value  # q k, p v
+    assert workload.flops("bwd") == score + value + value + score + score  # q k, dout v, p dout, ds k, ds q
     if workload.head_dim == workload.head_dim_v:
         assert 2 * workload.flops("bwd") == 5 * workload.flops("fwd")
 
@@ -59,7 +60,7 @@ def test_dense_flops_are_the_usual_formula():
 @pytest.mark.parametrize("workload", [*UGLY, WORKLOADS["smoke-gqa-s128-causal"]], ids=lambda w: w.name)
 def test_minimal_bytes_are_the_sizes_of_the_tensors(workload):
     q, k, v, dout = Inputs(workload, CPU).ordered("bshd")
-    lse = torch.empty(workload.batch, workload.heads_q, workload.seqlen_q)
+    lse = torch.empty(workload.rows[0], workload.heads_q, workload.rows[1])
 
     def size(*tensors):
         return sum(t.numel() * t.element_size() for t in tensors)
@@ -82,6 +83,9 @@ def test_suites_are_what_their_names_say():
     assert {w.head_dim for w in grid} == {64, 128, 256}
     assert {w.seqlen_q for w in grid} == {512, 1024, 2048, 4096, 8192, 16384}
     assert all((w.heads_q, w.heads_kv, w.head_dim, w.causal) == (32, 8, 128, True) for w in SUITES["llama3"])
+    assert all(w.packed and sum(w.lengths) == 16384 and max(w.lengths) == w.seqlen_q == w.seqlen_k for w in SUITES["packed"])
+    assert WORKLOADS["packed-16k"].flops("bwd") == WORKLOADS["fa3-d128-s4096-causal"].flops("bwd"), "what a dense batch of them would be"
+    assert all(padded_head_dim(w.head_dim) != w.head_dim for w in SUITES["dims"])
     assert len(WORKLOADS) == sum(map(len, SUITES.values())), "two workloads share a name"
 
 
@@ -100,6 +104,9 @@ def test_a_reduced_workload_is_of_the_same_kind_and_judged_once():
     assert (small.seqlen_q, small.group, small.head_dim, small.causal, small.dtype) == (1024, w.group, 128, True, w.dtype)
     assert small == WORKLOADS["llama3-8b-s2048"].reduced()
     assert small != replace(w, causal=False).reduced()
+    mixed = WORKLOADS["packed-16k-llama3-8b-mixed"].reduced()
+    assert mixed.lengths == tuple(min(length, 1024) for length in MIXED) and mixed.batch == len(MIXED)
+    assert (mixed.seqlen_q, mixed.group, mixed.packed) == (1024, 4, True)
 
 
 # -------------------- report
@@ -171,11 +178,14 @@ def test_smoke_suite_end_to_end(tmp_path, capsys):
         assert who | what <= set(r)
         if r["provider"] == "fa3":
             assert r["ms"] is None and r["failure"] == "needs a CUDA device"
+        elif r["provider"] == "sdpa-math" and "packed" in r["workload"]:
+            assert r["ms"] is None and "no packed sequences" in r["failure"]
         else:
-            assert r["failure"] is None and r["ms"] > 0 and 0 < r["error"] < 1e-2 and len(r["speedup"]) == 1
+            assert r["failure"] is None and r["ms"] > 0 and 0 < r["error"] < 1e-2
+            assert len(r["speedup"]) == ("packed" not in r["workload"])
     assert data["runs"][0]["versions"]["torch"] == torch.__version__ and "--suite smoke" in data["runs"][0]["command"]
     printed = capsys.readouterr().out
-    assert "smoke-gqa-s128-causal" in printed and "fa3: needs a CUDA device (6 rows)" in printed
+    assert "smoke-gqa-s128-causal" in printed and "fa3: needs a CUDA device (8 rows)" in printed
 
 
 SMOKE_MATH = ["--suite", "smoke", "--providers", "sdpa-math", "--rounds", "1", "--slice-ms", "0.1", "--device", "cpu"]
@@ -253,7 +263,7 @@ def test_memory_ratios():
     assert rows[0]["peak_over_baseline"] == 0.6
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU here")
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs no GPU")
 def test_memory_without_a_gpu_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
         memory.main([])
@@ -270,7 +280,8 @@ def test_smoke_suite_on_a_gpu(tmp_path):
     providers = "flashattn-portable,sdpa-flash,sdpa-cudnn"
     assert run.main(["--suite", "smoke", "--providers", providers, "--rounds", "2", "--json", str(path)]) == 0
     data = json.loads(path.read_text())
-    assert not [r["failure"] for r in data["rows"] if r["provider"] != "sdpa-cudnn" and r["failure"]]
+    failed = {r["provider"] for r in data["rows"] if r["failure"] and not (r["provider"] == "sdpa-flash" and "packed" in r["workload"])}
+    assert failed <= {"sdpa-cudnn"}
     assert data["runs"][0]["gpu_start"] is None or "MHz" not in data["runs"][0]["gpu_start"]["clocks.sm"]
 
 

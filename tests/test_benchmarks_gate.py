@@ -1,4 +1,4 @@
-"""Who is timed and how, without a GPU: turns by a fake clock, and a gate that stops what is wrong, providers and tiles alike.
+"""Who is timed and how, without a GPU: turns by a fake clock, and a gate that stops what is wrong. Tiles: test_benchmarks_tune.py.
 
 The surprising fact: most of these tests plant something that is wrong in one particular way, because a benchmark is believed exactly as
 far as its gate has been seen to close.
@@ -11,13 +11,12 @@ from itertools import pairwise
 
 import pytest
 import torch
-from benchmarks import run, tune
+from benchmarks import run
 from benchmarks.gate import Gate, disagreement, excess
 from benchmarks.providers import PROVIDERS, Inputs, Provider, attempt, choose
 from benchmarks.timing import Call, Sample, WallClock, gpu_state, interleave, turn_order
-from benchmarks.workloads import DIRECTIONS, WORKLOADS, square
+from benchmarks.workloads import DIRECTIONS, square
 
-from flashattn.dispatch.configs import Config
 from flashattn.dispatch.table import KERNELS
 
 CPU = torch.device("cpu")
@@ -196,7 +195,7 @@ def test_disagreement_scales_with_the_errors_that_were_measured():
     assert "not finite" in disagreement({"out": a * float("nan")}, {"out": a}, 1.0, 1.0)[1]
 
 
-@pytest.mark.parametrize("name", ["sdpa-cudnn", "sdpa-efficient", "flex", "fa2", "fa3", "fa4"])
+@pytest.mark.parametrize("name", ["sdpa-cudnn", "sdpa-efficient", "torch-varlen", "flex", "fa2", "fa3", "fa4"])
 def test_what_needs_cuda_says_so(name):
     assert PROVIDERS[name].closures(Inputs(TINY, CPU)) == "needs a CUDA device"
 
@@ -233,60 +232,3 @@ def test_both_layouts_hold_the_same_numbers():
     inputs = Inputs(TINY, CPU)
     for bshd, bhsd in zip(inputs.ordered("bshd"), inputs.ordered("bhsd"), strict=True):
         assert bhsd.is_contiguous() and torch.equal(bshd, bhsd.transpose(1, 2))
-
-
-# -------------------- tuning
-
-
-def test_ranking_weighs_workloads_alike_and_drops_what_failed_on_one():
-    a, b, c = Config(1, 1, 1, 1), Config(2, 2, 2, 2), Config(3, 3, 3, 3)
-    ranked = tune.rank({"short": {a: 1.0, b: 2.0, c: 0.1}, "long": {a: 100.0, b: 90.0}})
-    assert [config for _, config in ranked] == [a, b]
-    assert ranked[0][0] == pytest.approx((0.1 / 1.0 * 90 / 100) ** 0.5)
-
-
-def test_kernel_flops_add_up_to_the_backward_plus_the_scores_rebuilt_twice():
-    w = WORKLOADS["fa3-d128-s4096-causal"]
-    assert tune.kernel_flops("forward", w) == w.flops("fwd")
-    rebuilt = 2 * w.pairs() * (w.head_dim + w.head_dim_v)  # the second kernel needs s and dp again
-    assert tune.kernel_flops("dkdv", w) + tune.kernel_flops("dq", w) == w.flops("bwd") + rebuilt
-
-
-def test_tuning_refuses_workloads_of_different_rows(capsys):
-    with pytest.raises(SystemExit) as stopped:
-        tune.main(["--kernel", "forward", "--workloads", "fa3-d64-s4096,fa3-d128-s4096"])
-    assert stopped.value.code == 2 and "different rows" in capsys.readouterr().err
-
-
-TUNE_TINY = ["--workloads", "tiny", "--rows", "32,16,4,1;16,32,4,1", "--rounds", "1", "--slice-ms", "0.1", "--device", "cpu"]
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize("kernel", tune.FAMILIES)
-def test_tuning_prints_rows_that_can_be_pasted(kernel, capsys, monkeypatch):
-    monkeypatch.setitem(WORKLOADS, "tiny", replace(TINY, dtype="float16", seqlen_q=32, seqlen_k=32))
-    assert tune.main(["--kernel", kernel, *TUNE_TINY]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("    (")]
-    pasted = eval("{" + "\n".join(lines) + "\n}", {"Config": Config})
-    assert set(pasted) == {(kernel, 2, 64)} and len(lines) == 2
-
-
-@pytest.mark.interpret
-def test_a_wrong_tile_is_not_a_candidate(monkeypatch, capsys):
-    real = tune.bench
-
-    def bench(kernel, workload, device):
-        made = real(kernel, workload, device)
-
-        def launch(config):
-            made.launch(config)
-            if config.block_m == 32:
-                made.outputs["out"][:, 0] = 0
-
-        return tune.Bench(launch, made.outputs)
-
-    monkeypatch.setattr(tune, "bench", bench)
-    monkeypatch.setitem(WORKLOADS, "tiny", replace(TINY, dtype="float16", seqlen_q=32, seqlen_k=32))
-    assert tune.main(["--kernel", "forward", *TUNE_TINY]) == 0
-    printed = capsys.readouterr().out
-    assert "not (32, 16, 4, 1): out is wrong" in printed and "Config(32, 16" not in printed and "Config(16, 32" in printed

@@ -1,15 +1,15 @@
 """Every row of the config tables compiles for the GPUs it serves, fits their shared memory and spills nothing.
 
 No GPU is needed. A row is compiled as the launcher would launch it, for a few variants of attention that between them pair up mask,
-packing, ragged head dims, grouped heads and dtypes. Rows tuned for Hopper take all of them; a row of the portable table takes the two
-hardest on each architecture, unless FLASHATTN_COMPILE_ALL=1.
+packing, ragged head dims, grouped heads and dtypes; head dims that differ, rows that load element by element, and gradients wanted alone.
+Rows tuned for Hopper take nearly all of them, a row of the portable table the two hardest and a few more, unless FLASHATTN_COMPILE_ALL=1.
 """
 
 import os
 from dataclasses import dataclass
+from itertools import product
 
 import pytest
-import torch
 
 from aot import Job
 from flashattn.dispatch.table import portable_rows
@@ -25,26 +25,44 @@ class Variant:
     top_left: bool = False
     varlen: bool = False
     ragged_lengths: bool = False
-    ragged_dim: bool = False  # 8 less than the padded head dim
+    less: int = 0  # than the padded head dim; an odd number aligns rows to nothing, and they load element by element
     group: int = 1
     half: str = "bfloat16"
     scale: float = 0.1
     tf32: bool = False
+    narrow: str = ""  # "keys" or "values": half the padded head dim of the other
+    needs: str = "kv"  # which of dK and dV a pass for both computes
+    dlse: bool = True
 
 
 VARIANTS = {
     "plain": Variant(),
     "grouped": Variant(group=4),
-    "causal-ragged": Variant(right=0, ragged_lengths=True, ragged_dim=True, half="float16", group=4),
+    "causal-ragged": Variant(right=0, ragged_lengths=True, less=8, half="float16", group=4),
     "packed-window": Variant(left=300, right=5, varlen=True, group=2),
-    "topleft": Variant(right=0, top_left=True, ragged_dim=True, half="float16", scale=-0.1, tf32=True),
+    "topleft": Variant(right=0, top_left=True, less=8, half="float16", scale=-0.1, tf32=True),
 }
+# Of these, and of those below, a row takes some: see `variants_of`
+UNEQUAL = {
+    "narrow-values": Variant(right=0, ragged_lengths=True, less=8, half="float16", group=4, narrow="values"),
+    "narrow-keys": Variant(left=300, right=5, varlen=True, group=2, narrow="keys"),
+    "unaligned": Variant(right=0, ragged_lengths=True, less=15, group=2, narrow="values"),
+}
+ALONE = {
+    "dk-alone": Variant(right=0, ragged_lengths=True, group=2, needs="k"),
+    "dv-alone": Variant(right=0, ragged_lengths=True, group=2, needs="v"),
+}
+DELTA = {"causal-ragged": VARIANTS["causal-ragged"], "unaligned": UNEQUAL["unaligned"], "no-dlse": Variant(dlse=False)}
+ALL = {**VARIANTS, **UNEQUAL, **ALONE, **DELTA}
 HARDEST = ("causal-ragged", "packed-window")
 CAPABILITIES = {80: (8, 0), 90: (9, 0), 100: (10, 0)}
+DIMS = (64, 128, 256)
+SMALLEST_SHARED_MEMORY = 99 * 1024  # of sm_86, sm_89 and sm_120, which take the rows that are compiled for sm_80
 
 
 def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Problem:
-    dim = largest_dim - 8 * variant.ragged_dim
+    padded = (largest_dim // 2 if variant.narrow == side else largest_dim for side in ("keys", "values"))
+    head_dim, head_dim_v = (dim - variant.less for dim in padded)
     length = 4096 - 3 * variant.ragged_lengths
     packed = 2 * length if variant.varlen else 0
     return Problem(
@@ -54,8 +72,8 @@ def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Pr
         seqlen_k=length,
         heads_q=8,
         heads_kv=8 // variant.group,
-        head_dim=dim,
-        head_dim_v=dim,
+        head_dim=head_dim,
+        head_dim_v=head_dim_v,
         softmax_scale=variant.scale,
         window_left=variant.left,
         window_right=variant.right,
@@ -69,50 +87,41 @@ def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Pr
 
 
 def build(name: str, itemsize: int, largest_dim: int, cc: int, variant: str):
-    """What `JITFunction.warmup` needs for one pass, from the library's own launcher; the tensors have shapes and nothing else."""
-    from flashattn.launch import portable as launch
+    """What `JITFunction.warmup` needs for one pass, from the library's own launcher."""
+    from launches import launch_of
 
-    problem = problem_of(VARIANTS[variant], itemsize, largest_dim, cc)
-    row = portable_rows(problem)[name]
-    dtype = getattr(torch, problem.dtype)
+    which = ALL[variant]
+    problem = problem_of(which, itemsize, largest_dim, cc)
+    return launch_of(problem, name, needs=which.needs, dlse=which.dlse)
 
-    def tensor(rows, heads, dim):
-        shape = (problem.batch * rows, heads, dim) if problem.varlen else (problem.batch, rows, heads, dim)
-        return torch.empty(shape, dtype=dtype, device="meta")
 
-    q, out = (tensor(problem.seqlen_q, problem.heads_q, dim) for dim in (problem.head_dim, problem.head_dim_v))
-    k, v = (tensor(problem.seqlen_k, problem.heads_kv, dim) for dim in (problem.head_dim, problem.head_dim_v))
-    rows = (problem.heads_q, problem.total_q) if problem.varlen else (problem.batch, problem.heads_q, problem.seqlen_q)
-    lse = torch.empty(rows, dtype=torch.float32, device="meta")
-    cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
-    if name == "forward":
-        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu)
-    elif name == "delta":
-        kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse, lse)
-    elif name == "dq":
-        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, lse, q, *cu)
-    else:
-        dk, dv = (gradient if gradient_name in name else None for gradient_name, gradient in (("dk", k), ("dv", v)))
-        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, lse, dk, dv, *cu)
-    return kernel, args, options
+def variants_of(name: str, itemsize: int, dim: int, cc: int) -> list[str]:
+    """Which variants of attention a row is compiled for. Passes and head dims take turns with those of UNEQUAL."""
+    everything = os.environ.get("FLASHATTN_COMPILE_ALL") == "1"
+    turn = DIMS.index(dim) + ("dkdv", "forward", "dq", "dk", "dv").index(name) + itemsize if name != "delta" else 0
+    alone = list(ALONE) if name == "dkdv" else []
+    if name == "delta":
+        return list(DELTA) if everything or cc == 80 else ["causal-ragged"]
+    if everything:
+        return [*VARIANTS, *UNEQUAL, *alone]
+    if cc == 90 and itemsize == 2:
+        return [*VARIANTS, "unaligned", ("narrow-values", "narrow-keys")[turn % 2], *alone]
+    if cc == 80:  # where portable rows have the least room
+        return [*HARDEST, *(["topleft"] if itemsize == 4 else []), list(UNEQUAL)[turn % 3], *alone]
+    return list(HARDEST)
 
 
 def jobs() -> list[Job]:
-    everything = os.environ.get("FLASHATTN_COMPILE_ALL") == "1"
     found = []
-    for cc in CAPABILITIES:
-        for itemsize in (2, 4):
-            for dim in (64, 128, 256):
-                tuned = itemsize == 2 and cc == 90
-                names = portable_rows(problem_of(VARIANTS["plain"], itemsize, dim, cc))
-                for name in names:
-                    variants = ("causal-ragged",) if name == "delta" else VARIANTS if everything or tuned else HARDEST
-                    found += [Job("test_compile.build", (name, itemsize, dim, cc, variant), cc) for variant in variants]
-                if itemsize == 4 and cc == 80 and not everything:
-                    found += [Job("test_compile.build", (name, itemsize, dim, cc, "topleft"), cc) for name in names if name != "delta"]
+    for cc, itemsize, dim in product(CAPABILITIES, (2, 4), DIMS):
+        for name in portable_rows(problem_of(VARIANTS["plain"], itemsize, dim, cc)):
+            arguments = name, itemsize, dim, cc
+            found += [Job("test_compile.build", (*arguments, variant), cc) for variant in variants_of(*arguments)]
     return found
 
 
 @pytest.mark.parametrize("job", jobs(), ids=str)
 def test_a_shipped_row_compiles_fits_and_spills_nothing(compiled):
     assert compiled.problems() == []
+    if compiled.cc == 80:
+        assert compiled.shared <= SMALLEST_SHARED_MEMORY

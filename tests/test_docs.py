@@ -4,11 +4,13 @@ The python blocks of README.md run in order, in one namespace, as a reader would
 ```python no-run. Links to other sites are not followed.
 """
 
+import json
 import re
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from benchmarks import readme
 
 REPOSITORY = Path(__file__).parent.parent
 DOCUMENTS = sorted(REPOSITORY.glob("*.md"))
@@ -72,6 +74,92 @@ def test_the_readme_runs(tmp_path, monkeypatch):
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_links_lead_somewhere(document):
     assert broken_links(document) == []
+
+
+# ------------------------------------------------------------------------------------------------------------------ what was measured
+
+
+def test_the_readme_tells_what_was_measured(capsys):
+    """Not so? `python -m benchmarks.readme` writes that part anew."""
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    assert readme.replaced(text, readme.section()) == text
+    assert readme.main(["--check"]) == 0
+    assert "is what the results give" in capsys.readouterr().out
+
+
+def test_every_recorded_command_is_in_the_readme():
+    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+    (commands,) = [block.code.splitlines() for block in blocks(text) if "python -m benchmarks.readme\n" in block.code]
+    recorded = set()
+    for suite in ("fa3", "host_overhead", "memory"):
+        data = json.loads((readme.RESULTS / f"h200-{suite}.json").read_text())
+        recorded |= {data["command"]} if "command" in data else {row["command"] for row in data["rows"]}
+    assert recorded <= set(commands)
+
+
+def speed_row(workload, direction, provider, ms, tflops=None) -> dict:
+    return {"workload": workload, "direction": direction, "provider": provider, "ms": ms, "tflops": tflops and float(tflops)}
+
+
+def results(folder: Path, rows, suite="fa3", **changes) -> Path:
+    versions = {"torch": "2.99", "triton": "3.99", "cudnn": "91203"} | changes
+    runs = [{"date": "2030-01-02T03:04:05Z", "command": "measure it", "versions": versions}]
+    (folder / f"h200-{suite}.json").write_text(json.dumps({"suite": suite, "gpu": "A GPU", "runs": runs, "rows": rows}))
+    return folder
+
+
+ROWS = [
+    speed_row("fa3-d64-s512", "fwd", "flashattn-portable", 2.0, 100),
+    speed_row("fa3-d64-s512", "fwd", "flashattn-hopper", 1.0, 200.4),
+    speed_row("fa3-d64-s512", "fwd", "sdpa-flash", 1.5),
+    speed_row("fa3-d64-s512", "fwd", "fa3", 0.5),
+    speed_row("fa3-d64-s512", "bwd", "flashattn-portable", 4.0, 50),
+    speed_row("fa3-d64-s512", "bwd", "sdpa-flash", None),
+    speed_row("fa3-d64-s512", "bwd", "fa3", 5.0),
+    speed_row("fa3-d128-s512-causal", "fwd", "sdpa-flash", 1.0),
+    speed_row("fa3-d128-s512-causal", "bwd", "flashattn-portable", 1.0, 9.6),
+    speed_row("fa3-d128-s512-causal", "bwd", "fa3", 1.25),
+]
+
+
+def test_the_table_has_our_fastest_and_a_dash_where_nothing_was_measured(tmp_path):
+    text = readme.section(results(tmp_path, ROWS))
+    assert "| | forward | x SDPA flash | x FA3 | backward | x SDPA flash | x FA3 |\n" in text
+    assert "| D 64, S 512 | 200 | 1.50 | 0.50 | 50 | - | 1.25 |\n" in text
+    assert "| D 128, S 512, causal | - | - | - | 10 | - | 1.25 |\n" in text
+    assert "SDPA flash: forward 1.50, ahead in 1 of 1. FA3: forward 0.50, ahead in 0 of 1; backward 1.25, ahead in 2 of 2." in text
+    assert "A GPU, 2030-01-02, torch 2.99, Triton 3.99, cuDNN 9.12.3, bfloat16, 16 384 tokens, heads x dim 2048;" in text
+    assert "```sh\nmeasure it\npython -m benchmarks.readme\n```" in text and "CPU time" not in text
+    assert max(map(len, text.splitlines())) <= 140
+
+
+def test_other_suites_get_tables_of_their_own(tmp_path):
+    rows = [speed_row(name, "fwd", provider, ms, 1) for name in ("packed-16k", "packed-16k-llama3-8b-mixed")
+            for provider, ms in (("flashattn-portable", 2.0), ("torch-varlen", 3.0))]  # fmt: skip
+    text = readme.section(results(results(tmp_path, ROWS), rows, "packed"))
+    assert "| D 128, S 4096, packed, causal | 1 | 1.50 | - | - |\n" in text
+    assert "| D 128, 20 sequences to S 5213, heads 32/8, packed, causal | 1 | 1.50 | - | - |\n" in text
+    assert "heads x dim 2048 or 4096" in text and "h200-packed.json" in text
+
+
+def test_results_of_different_versions_are_refused(tmp_path):
+    results(tmp_path, ROWS)
+    data = json.loads((tmp_path / "h200-fa3.json").read_text())
+    data["runs"].append(data["runs"][0] | {"versions": data["runs"][0]["versions"] | {"triton": "3.98"}})
+    (tmp_path / "h200-fa3.json").write_text(json.dumps(data))
+    with pytest.raises(ValueError, match="differ in triton"):
+        readme.section(tmp_path)
+
+
+def test_the_readme_is_written_and_checked(tmp_path, monkeypatch, capsys):
+    path = tmp_path / "README.md"
+    path.write_text(f"before\n{readme.BEGIN}\nold numbers\n{readme.END}\nafter\n")
+    monkeypatch.setattr(readme, "README", path)
+    assert readme.main(["--check"]) == 1 and "old numbers" in path.read_text()
+    assert readme.main([]) == 0 and readme.main(["--check"]) == 0
+    assert path.read_text() == f"before\n{readme.section()}\nafter\n"
+    with pytest.raises(ValueError, match="once each"):
+        readme.replaced(f"{readme.END} {readme.BEGIN}", "")
 
 
 # --------------------------------------------------------------------------------------------------------------- the tools themselves

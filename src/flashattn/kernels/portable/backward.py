@@ -17,10 +17,10 @@ from ..common.mask import keep_mask
 from ..common.score import score, score_gradient
 from ..common.softmax import LOG2E, probabilities
 from ..structs import SIZES
-from .profile import dkdv_metadata, dq_metadata
+from .profile import delta_metadata, dkdv_metadata, dq_metadata
 
 
-@triton.jit(do_not_specialize=SIZES)
+@triton.jit(do_not_specialize=SIZES, launch_metadata=delta_metadata)
 def attn_bwd_delta(out, dout, dlse, delta, total_q, batch, heads_q, TILE: tl.constexpr):
     """delta = rowsum(dO * out) - dlse, fp32. `dlse` is None when no gradient came into lse."""
     BLOCK_M: tl.constexpr = TILE.m

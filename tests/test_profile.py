@@ -1,0 +1,146 @@
+"""What a profiler is told about a launch, against the work that `flashattn.explain` counts; no GPU is needed.
+
+The surprising fact: the backward passes together do more products than the backward has, because each rebuilds the scores; the difference
+is known, so it is checked as well.
+"""
+
+from dataclasses import replace
+
+import pytest
+
+from aot import CompilePool
+from flashattn.dispatch.explain import work
+from flashattn.problem import Problem
+from support import dense, packed, run
+
+pytest.importorskip("triton")
+
+BASE = Problem(
+    dtype="float16", batch=3, seqlen_q=300, seqlen_k=500, heads_q=6, heads_kv=2, head_dim=64, head_dim_v=40, softmax_scale=0.1,
+    capability=(8, 0),
+)  # fmt: skip
+PROBLEMS = {
+    "plain": BASE,
+    "float32": replace(BASE, dtype="float32", heads_kv=6),
+    "causal": replace(BASE, window_right=0),
+    "more-queries": replace(BASE, seqlen_q=500, seqlen_k=300, window_right=0),
+    "top-left": replace(BASE, window_right=0, top_left=True),
+    "window": replace(BASE, window_left=17, window_right=3),
+    "window-left": replace(BASE, window_left=450),
+    "top-left-window": replace(BASE, seqlen_q=500, seqlen_k=300, window_left=7, window_right=0, top_left=True),
+    "one-query": replace(BASE, seqlen_q=1, window_left=30, window_right=0),
+    "no-keys": replace(BASE, seqlen_k=0),
+}
+PACKED = replace(BASE, varlen=True, total_q=1000, total_k=900, window_right=0)
+
+
+def told(problem: Problem, name: str, **options) -> dict:
+    """What the pass's function says of the arguments that a launch would have."""
+    from flashattn.kernels.portable import profile
+    from launches import launch_of
+
+    kernel, args, _ = launch_of(problem, name, **options)
+    describe = getattr(profile, {"forward": "forward_metadata"}.get(name, f"{name}_metadata"))
+    return describe((1,), None, dict(zip(kernel.arg_names, args, strict=True)))
+
+
+def flops(found: dict) -> int:
+    """The one number of FLOPs."""
+    (name,) = [key for key in found if key.startswith("flops")]
+    return found[name]
+
+
+@pytest.mark.parametrize("which", PROBLEMS)
+def test_flops_are_those_of_the_kept_pairs(which):
+    problem = PROBLEMS[which]
+    counted, _ = work(problem)
+    forward, dkdv, dq = (flops(told(problem, name)) for name in ("forward", "dkdv", "dq"))
+    assert forward == counted["forward"]
+    assert dkdv + dq == counted["backward"] + forward, "q k^T and dO v^T are computed twice, as many FLOPs as a forward"
+    dk, dv = (flops(told(problem, "dkdv", needs=needs)) for needs in "kv")
+    pairs = forward // (2 * (problem.head_dim + problem.head_dim_v))
+    assert dk == 2 * pairs * (2 * problem.head_dim + problem.head_dim_v), "q k^T, dO v^T, dS^T q"
+    assert dv == 2 * pairs * (problem.head_dim + problem.head_dim_v), "q k^T, P^T dO"
+    assert f"flops{8 * problem.itemsize}" in told(problem, "forward")
+
+
+@pytest.mark.parametrize("which", [*PROBLEMS, "packed"])
+def test_bytes_are_those_of_the_tensors_of_each_pass(which):
+    problem = PROBLEMS.get(which, PACKED)
+    _, moved = work(problem)
+    rows_q, rows_k = (problem.total_q, problem.total_k) if problem.varlen else (3 * problem.seqlen_q, 3 * problem.seqlen_k)
+    q, out = (problem.itemsize * rows_q * problem.heads_q * dim for dim in (problem.head_dim, problem.head_dim_v))
+    k, v = (problem.itemsize * rows_k * problem.heads_kv * dim for dim in (problem.head_dim, problem.head_dim_v))
+    lse = 4 * rows_q * problem.heads_q
+    expected = {
+        ("forward", ""): moved["forward"],
+        ("delta", "dlse"): 2 * out + 2 * lse,
+        ("delta", ""): 2 * out + lse,
+        ("dkdv", "kv"): q + k + v + out + 2 * lse + k + v,
+        ("dkdv", "k"): q + k + v + out + 2 * lse + k,
+        ("dkdv", "v"): q + k + out + lse + v,  # neither v nor delta
+        ("dq", ""): q + k + v + out + 2 * lse + q,
+    }
+    for (name, variant), size in expected.items():
+        options = {"needs": variant} if name == "dkdv" else {"dlse": variant == "dlse"}
+        assert told(problem, name, **options)["bytes"] == size, f"{name} {variant}"
+    once = {"q": q, "k": k, "v": v, "out": out, "dout": out, "lse": lse, "dq": q, "dk": k, "dv": v}
+    assert moved["backward"] == sum(once.values())
+
+
+def test_packed_calls_have_no_flops():
+    assert not [key for name in ("forward", "dkdv", "dq") for key in told(PACKED, name) if "flops" in key]
+
+
+def test_names_tell_the_pass_and_the_shape():
+    shape = "b3_q300_k500_h6/2_d64/40"
+    assert told(BASE, "forward")["name"] == f"attn_fwd[{shape}]"
+    assert [told(BASE, "dkdv", needs=needs)["name"] for needs in ("kv", "k", "v")] == [
+        f"attn_bwd_dkdv[{shape}]", f"attn_bwd_dk[{shape}]", f"attn_bwd_dv[{shape}]"]  # fmt: skip
+    assert told(BASE, "dq")["name"] == f"attn_bwd_dq[{shape}]"
+    assert told(BASE, "delta")["name"] == "attn_bwd_delta[b3_q300_h6_d40]"
+
+
+def wiring() -> dict[str, str]:
+    """{kernel: the function that describes its launches}, where kernels can be compiled: the interpreter drops it."""
+    from flashattn.kernels.portable import backward, forward
+
+    kernels = (forward.attn_fwd, backward.attn_bwd_delta, backward.attn_bwd_dkdv, backward.attn_bwd_dq)
+    return {kernel.fn.__name__: kernel.launch_metadata.__name__ for kernel in kernels}
+
+
+@pytest.mark.compile_only
+def test_every_kernel_has_its_description():
+    pool = CompilePool(1)
+    try:
+        assert pool.run(wiring) == {
+            "attn_fwd": "forward_metadata",
+            "attn_bwd_delta": "delta_metadata",
+            "attn_bwd_dkdv": "dkdv_metadata",
+            "attn_bwd_dq": "dq_metadata",
+        }
+    finally:
+        pool.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_a_launch_hook_is_told(kind):
+    import torch
+    import triton
+
+    size = {"heads": 4, "heads_kv": 2, "dim": 256, "dtype": torch.bfloat16, "device": "cuda"}
+    data = dense(200, 300, batch=2, **size) if kind == "dense" else packed([100, 100], [120, 180], **size)
+    seen = []
+    note = lambda metadata: seen.append(metadata.get())  # noqa: E731
+    triton.knobs.runtime.launch_enter_hook.add(note)
+    try:
+        run(data, "portable", causal=True)
+    finally:
+        triton.knobs.runtime.launch_enter_hook.remove(note)
+    ours = [each for each in seen if each["name"].startswith("attn_")]
+    names = [each["name"].partition("[")[0] for each in ours]
+    assert names[:2] == ["attn_fwd", "attn_bwd_delta"] and names[-1] == "attn_bwd_dq"
+    assert names[2:-1] in (["attn_bwd_dkdv"], ["attn_bwd_dk", "attn_bwd_dv"])
+    assert all(each["bytes"] > 0 for each in ours)
+    assert [any("flops" in key for key in each) for each in ours] == [kind == "dense" and "delta" not in name for name in names]
