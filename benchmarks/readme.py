@@ -18,14 +18,19 @@ README = Path(__file__).parent.parent / "README.md"
 BEGIN = "<!-- From benchmarks/results by `python -m benchmarks.readme`, not by hand. -->"
 END = "<!-- End of what is generated. -->"
 PEERS = {
-    "sdpa-flash": "SDPA flash", "torch-varlen": "torch varlen", "sdpa-cudnn": "cuDNN", "flex": "Flex", "fa2": "FA2", "fa3": "FA3", "fa4": "FA4",
-}  # fmt: skip
+    "sdpa-flash": "SDPA flash",
+    "torch-varlen": "torch varlen",
+    "sdpa-cudnn": "cuDNN",
+    "flex": "Flex",
+    **{name.lower(): name for name in ("FA2", "FA3", "FA4")},
+}
 GPU = "h200"  # whose results are told
 SPEEDS = ("fa3", "llama3", "packed", "dims")  # suites, a table each, of which those are left out that nobody measured
 WIDTH = 140  # of a line of prose
 HOW = (
-    "TFLOP/s of our kernels (a backward is counted as 2.5 forwards where the head dims are equal), and how many times as fast as a peer that "
-    "is. All providers are interleaved in one run after passing the fp64 gate; compare numbers of one line only, clocks move with power."
+    "TFLOP/s of our kernels (a backward is counted as 2.5 forwards where the head dims are equal), and how many times as fast as a peer "
+    "that is. All providers are interleaved in one run after passing the fp64 gate; compare numbers of one line only, clocks move with "
+    "power."
 )
 
 
@@ -112,8 +117,9 @@ def caption(data: dict, measured: dict[tuple[str, str], dict[str, dict]]) -> str
     dtype = same([w.dtype for w in workloads], "dtype")
     cudnn = ".".join(str(int(versions["cudnn"]) // unit % 100) for unit in (10000, 100, 1))  # 91900 is 9.19.0
     return (
-        f"{data['gpu']}, {dates}, torch {versions['torch']}, Triton {versions['triton']}, cuDNN {cudnn}, {dtype}, {tokens} tokens, "
-        f"heads x dim {widths}; all numbers are in [{GPU}-{data['suite']}.json](benchmarks/results/{GPU}-{data['suite']}.json)."
+        f"{data['gpu']}, {dates}, torch {versions['torch']}, Triton {versions['triton']}, cuDNN {cudnn}, {dtype}, "
+        f"{tokens} tokens, heads x dim {widths}; all numbers are in "
+        f"[{GPU}-{data['suite']}.json](benchmarks/results/{GPU}-{data['suite']}.json)."
     )
 
 
@@ -122,8 +128,8 @@ def host_time(data: dict) -> str:
     ours, peers = rows["flashattn"], [row["us"] for name, row in rows.items() if name.startswith("sdpa")]
     return (
         f"One small forward call costs {ours['us']:.0f} us of CPU time ({ours['us_min']:.0f} to {ours['us_max']:.0f}) against "
-        f"{span(peers, 0)} us for SDPA ([measured](benchmarks/results/{GPU}-host_overhead.json), {data['date'][:10]}): use CUDA graphs when "
-        "the GPU work is shorter."
+        f"{span(peers, 0)} us for SDPA ([measured](benchmarks/results/{GPU}-host_overhead.json), {data['date'][:10]}): use CUDA graphs "
+        "when the GPU work is shorter."
     )
 
 

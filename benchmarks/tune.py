@@ -46,7 +46,7 @@ FAMILIES = {
     "dv": (("dv",), 1, 1),
     "dq": (("dq",), 2, 1),
 }
-KINDS = ("padded", "open")
+KINDS = ("padded", "unaligned", "open")
 Key = tuple[str | int, ...]  # of a row: (pass, bytes of an element, largest padded head dim), and its kind if it has one
 
 

@@ -43,6 +43,8 @@ MACHINES = [
         (replace(PROBLEM, dtype=dtype, device=where, capability=None, interpret=True), "eager" if dtype == "bfloat16" else "portable")
         for dtype, where in product(DTYPES, ("cpu", "cuda"))
     ],
+    (replace(PROBLEM, seqlen_k=1 << 31, window_right=0), "portable"),
+    (replace(PROBLEM, seqlen_k=1 << 31, window_left=5, window_right=0), "eager"),
     (replace(PROBLEM, device="xpu", capability=(7, 5)), "eager"),  # two reasons against portable
     (replace(PROBLEM, dtype="float64", device="mps", capability=None), None),
 ]

@@ -17,6 +17,7 @@ from .configs import Config, portable, sm90
 DIRECTIONS = ("forward", "backward")
 TABLES = {(9, 0): sm90.ROWS}  # by the capability of NVIDIA GPUs
 OLDEST_CAPABILITY = (8, 0)
+MOST_ROWS = 1 << 30  # of a sequence under a window that is wider than the diagonal
 
 
 @dataclass(frozen=True)
@@ -62,16 +63,19 @@ def portable_reasons(problem: Problem, direction: str) -> list[str]:
         found.append("AMD GPUs (ROCm) are untested, and no tile was chosen for them")
     elif problem.device not in ("cuda", "cpu"):
         found.append(f"Triton kernels are launched on CUDA devices, not on {problem.device!r}")
+    if (problem.window_left or problem.window_right) and max(problem.seqlen_q, problem.seqlen_k) > MOST_ROWS:
+        found.append(f"a window over more than {MOST_ROWS} rows: its limits are 32-bit sums")
     if problem.capability is not None and problem.capability < OLDEST_CAPABILITY:
         found.append(f"compute capability {problem.capability[0]}.{problem.capability[1]}: tested from 8.0 on")
     return found
 
 
 def _kinds(problem: Problem) -> tuple[str, ...]:
-    """Which special rows serve a problem: "padded" head dims are no power of two; an "open" one masks nothing and groups no heads."""
+    """Which special rows serve a problem, the last first: "padded" head dims are no power of two, rows of "unaligned" ones start at no
+    multiple of 16 bytes; an "open" problem masks nothing and groups no heads."""
     dims, lengths = (problem.head_dim, problem.head_dim_v), (problem.seqlen_q, problem.seqlen_k)
     if any(padded_head_dim(dim) != dim for dim in dims):
-        return ("padded",)
+        return ("padded", "unaligned") if any(dim * problem.itemsize % 16 for dim in dims) else ("padded",)
     masked = problem.varlen or (problem.window_left, problem.window_right) != (None, None) or any(length % 128 for length in lengths)
     return () if masked or problem.group > 1 else ("open",)
 

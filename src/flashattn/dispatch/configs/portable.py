@@ -1,7 +1,8 @@
 """Rows for any GPU: small enough for 99 KB of shared memory a program (sm_86, sm_89, sm_120), and free of spills from sm_80 to sm_100.
 
 Key: (pass, bytes of an element, largest padded head dim), with a fourth member for a row that serves only some calls: "padded", head dims
-that are no power of two (their masks take registers); "open", neither a mask nor grouped heads. "delta" uses block_m alone. Chosen from compiler reports, never timed: a GPU
+that are no power of two (their masks take registers); "unaligned", padded ones whose rows load element by element; "open", neither a mask
+nor grouped heads. "delta" uses block_m alone. One known spill: dK without dV in float32 has 300 bytes of it at head dims over 64. Chosen from compiler reports, never timed: a GPU
 that somebody measures gets a table of its own.
 """
 
@@ -11,12 +12,19 @@ ROWS = {
     ("forward", 2, 64): Config(128, 64, 4, 2),
     ("forward", 2, 128): Config(128, 64, 8, 2),
     ("forward", 2, 256): Config(64, 32, 8, 2),
+    ("forward", 2, 64, "unaligned"): Config(64, 32, 8, 2),
+    ("forward", 2, 128, "unaligned"): Config(64, 32, 8, 2),
+    ("forward", 2, 256, "unaligned"): Config(32, 16, 8, 1),
     ("forward", 4, 64): Config(64, 32, 8, 2),
     ("forward", 4, 128): Config(32, 16, 8, 2),
+    ("forward", 4, 128, "padded"): Config(16, 16, 4, 1),
     ("forward", 4, 256): Config(16, 16, 4, 1),
     ("dkdv", 2, 64): Config(32, 64, 8, 2),
     ("dkdv", 2, 128): Config(32, 64, 8, 1),
     ("dkdv", 2, 256): Config(32, 32, 8, 1),
+    ("dkdv", 2, 64, "unaligned"): Config(32, 32, 8, 1),
+    ("dkdv", 2, 128, "unaligned"): Config(32, 32, 8, 1),
+    ("dkdv", 2, 256, "unaligned"): Config(16, 32, 8, 1),
     ("dkdv", 4, 64): Config(32, 32, 8, 1),
     ("dkdv", 4, 128): Config(16, 32, 8, 1),
     ("dkdv", 4, 128, "padded"): Config(16, 16, 8, 1),
@@ -24,6 +32,9 @@ ROWS = {
     ("dq", 2, 64): Config(64, 32, 4, 2),
     ("dq", 2, 128): Config(64, 32, 4, 2),
     ("dq", 2, 256): Config(32, 32, 8, 1),
+    ("dq", 2, 64, "unaligned"): Config(32, 32, 8, 1),
+    ("dq", 2, 128, "unaligned"): Config(32, 32, 8, 1),
+    ("dq", 2, 256, "unaligned"): Config(32, 16, 8, 1),
     ("dq", 4, 64): Config(32, 32, 8, 1),
     ("dq", 4, 128): Config(32, 16, 8, 1),
     ("dq", 4, 256): Config(16, 16, 8, 1),

@@ -18,8 +18,10 @@ ROWS = {
     ("dkdv", 2, 128, "padded"): Config(16, 128, 8, 3),  # 354 / 310
     ("dk", 2, 256): Config(32, 128, 8, 2),  # dK and dV apart: together they leave no registers (32 x 64: 196 / 241 and spills)
     ("dk", 2, 256, "padded"): Config(32, 64, 8, 2),
+    ("dk", 2, 256, "unaligned"): Config(32, 32, 8, 1),
     ("dv", 2, 256): Config(32, 128, 8, 2),
     ("dv", 2, 256, "padded"): Config(32, 64, 8, 2),
+    ("dv", 2, 256, "unaligned"): Config(32, 32, 8, 1),
     ("dq", 2, 64): Config(128, 64, 8, 3),  # 635 / 564; 4 warps 661 / 536
     ("dq", 2, 128): Config(128, 64, 8, 3),  # 637 / 549; 2 stages 429 / 409
     ("dq", 2, 256): Config(128, 32, 8, 2),  # 420 / 415; 64 x 64 247 / 232

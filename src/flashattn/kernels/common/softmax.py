@@ -28,7 +28,8 @@ def softmax_step(s_MN, m_M, l_M, scale_log2):
 def finish(acc_MV, m_M, l_M):
     """(out, natural lse) of finished rows; a row without a key gives 0 and -inf."""
     empty_M = l_M == 0.0
-    out_MV = tl.where(empty_M[:, None], 0.0, acc_MV / tl.where(empty_M, 1.0, l_M)[:, None])
+    inverse_M = tl.div_rn(1.0, tl.where(empty_M, 1.0, l_M))  # plain division is off by 2 ulp, this and the product by 1
+    out_MV = tl.where(empty_M[:, None], 0.0, acc_MV * inverse_M[:, None])
     lse_M = tl.where(empty_M, float("-inf"), (m_M + tl.math.log2(l_M)) * LN2)
     return out_MV, lse_M
 
