@@ -56,9 +56,9 @@ class Kernel:
         self.anew, self.again = [], []
 
     def specialize(self, args):
-        """What Triton decides by: see create_function_from_signature in triton/runtime/jit.py."""
+        """What Triton decides by: see create_function_from_signature in triton/runtime/jit.py. Names of constants are in capitals."""
         return [
-            arg if name.isupper() else jit.native_specialize_impl(BaseBackend, arg, False, name not in SIZES, True)  # constants are in capitals
+            arg if name.isupper() else jit.native_specialize_impl(BaseBackend, arg, False, name not in SIZES, True)
             for name, arg in zip(self.signature.parameters, args, strict=True)
         ]
 
