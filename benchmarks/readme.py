@@ -7,6 +7,7 @@ Surprising fact: prose is generated too. A sentence like "faster in every cell" 
 """
 
 import argparse
+import itertools
 import json
 import sys
 from pathlib import Path
@@ -27,6 +28,7 @@ PEERS = {
 GPU = "h200"  # whose results are told
 SPEEDS = ("fa3", "llama3", "packed", "dims")  # suites, a table each, of which those are left out that nobody measured
 WIDTH = 140  # of a line of prose
+TRAINED = {"flashattn": "flashattn", "SDPA flash": "sdpa-flash", "SDPA as torch chooses": "sdpa"}  # name: end of the file's name
 HOW = (
     "TFLOP/s of our kernels (a backward is counted as 2.5 forwards where the head dims are equal), and how many times as fast as a peer "
     "that is. All providers are interleaved in one run after passing the fp64 gate; compare numbers of one line only, clocks move with "
@@ -143,6 +145,28 @@ def memory(data: dict) -> str:
     )
 
 
+def training(runs: dict[str, dict]) -> str:
+    """runs: {name: run.json of examples/train_gpt.py}, ours first."""
+    ours = next(iter(runs))
+    config, date = runs[ours]["config"], runs[ours]["date"][:10]
+    told = [
+        f"{name} {run['final_loss']:.4f}, {run['validation_loss']:.4f}, {run['tokens_per_second'] / 1e3:.0f}k, {run['mfu']:.1%}"
+        for name, run in runs.items()
+    ]
+    apart = [f"{abs(runs[a]['final_loss'] / runs[b]['final_loss'] - 1):.2%} ({a} and {b})" for a, b in itertools.combinations(runs, 2)]
+    return (
+        f"A GPT of {runs[ours]['parameters'] / 1e6:.0f}M parameters, trained {config['steps']} steps of {config['batch']} x "
+        f"{config['seq']} bytes from one seed (`examples/train_gpt.py`; final loss, validation loss, tokens/s, MFU): {'; '.join(told)}. "
+        f"Final losses differ by {', '.join(apart)}: attentions that round differently, and training makes more of it "
+        f"([curves](benchmarks/results/{GPU}-train_gpt.png), [measured](benchmarks/results/{GPU}-train_gpt-{TRAINED[ours]}.json), {date})."
+    )
+
+
+def training_command(config: dict) -> str:
+    backend = f" --sdpa-backend {config['sdpa_backend']}" if config["sdpa_backend"] else ""
+    return f"python examples/train_gpt.py --attention {config['attention']}{backend}"
+
+
 def wrapped(text: str) -> str:
     """Lines of at most WIDTH."""
     lines = [""]
@@ -167,6 +191,9 @@ def section(results: Path = RESULTS) -> str:
             sentences.append(sentence(data))
             commands.append(data["command"])
     parts += [wrapped(" ".join(sentences))] if sentences else []
+    if runs := {name: run for name, suffix in TRAINED.items() if (run := load(results, f"train_gpt-{suffix}"))}:
+        parts.append(wrapped(training(runs)))
+        commands += [training_command(run["config"]) for run in runs.values()]
     code = "\n".join(["```sh", *dict.fromkeys(commands), "python -m benchmarks.readme", "```"])
     return "\n\n".join([*parts, "These commands measured it; the last one writes it down:", code, END])
 
