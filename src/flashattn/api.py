@@ -168,10 +168,10 @@ def explain(
 ) -> torch_ops.Explanation:
     """What :func:`attention` (or, with cu_seqlens, :func:`attention_varlen`) would run for this call, without running it.
 
-    Arguments as there; tensors on the ``meta`` device or fakes of fixed sizes do, for their shapes. Returns an `Explanation`: print it, or
-    read its fields: the kernel of each pass, why the ones before it in the table can't run, the tiles, FLOPs (4 * pairs * dim forward, 2.5 times
-    that backward, kept pairs only) and the least bytes that must move. Raises what the call itself would raise, but doesn't read the
-    values of cu_seqlens.
+    Arguments as there; tensors on the ``meta`` device or fakes of fixed sizes do, for their shapes. Returns an `Explanation`: print it,
+    or read its fields: the kernel of each pass, why the ones before it in the table can't run, the tiles, FLOPs (4 * pairs * dim forward,
+    2.5 times that backward, kept pairs only) and the least bytes that must move. Raises what the call itself would raise, but doesn't
+    read the values of cu_seqlens.
     """
     check_layout(layout)
     max_seqlens, limits = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}, (None, None)
