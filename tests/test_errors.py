@@ -132,6 +132,9 @@ OPTIONS = {
     "softmax_scale inf": ({"softmax_scale": -math.inf}, ValueError, ("softmax_scale=-inf", "expected a finite number")),
     "softmax_scale past float32": ({"softmax_scale": 1e39}, ValueError, ("softmax_scale=1e+39", "expected a finite number, at most 1.7e")),
     "softmax_scale past float64": ({"softmax_scale": 10**400}, ValueError, ("softmax_scale=1000", "expected a finite number")),
+    "softmax_scale fraction past float64": (
+        {"softmax_scale": Fraction(-(10**400))}, ValueError, ("softmax_scale=-inf", "expected a finite number, at most 1.7e"),
+    ),
     "softmax_scale nan of numpy": ({"softmax_scale": numpy.float16(math.nan)}, ValueError, ("softmax_scale=nan", "a finite number")),
     "softmax_scale bool of numpy": ({"softmax_scale": numpy.True_}, TypeError, ("softmax_scale is a bool", "expected a float or None")),
     "softmax_scale complex": ({"softmax_scale": 1j}, TypeError, ("softmax_scale is a complex", "expected a float or None")),
@@ -142,7 +145,7 @@ OPTIONS = {
     "impl array": ({"impl": numpy.zeros(2)}, ValueError, ("impl=array", "expected None or one of")),
     "deterministic None": ({"deterministic": None}, TypeError, ("deterministic=None", "expected a bool")),
     "deterministic string": ({"deterministic": "no"}, TypeError, ("deterministic='no'", "expected a bool")),
-}
+}  # fmt: skip
 
 PACKED = {
     "q of rank 4": (varlen(q=T(1, 6, 4, 8)), ValueError, ("q has shape (1, 6, 4, 8)", "expected 3 dimensions [total, heads, head_dim]")),

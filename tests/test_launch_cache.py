@@ -15,6 +15,7 @@ import torch
 pytest.importorskip("triton")
 import triton
 from triton.backends.compiler import BaseBackend
+from triton.knobs import HookChain
 from triton.runtime import jit
 
 from flashattn.kernels.structs import SIZES
@@ -163,15 +164,42 @@ def test_no_tensor_is_kept_alive(monkeypatch):
     assert not [x for x in gc.get_referents(kept, *kept.args) if isinstance(x, torch.Tensor)]
 
 
-def test_a_profiler_is_told(monkeypatch):
-    """Its hooks get shape, FLOPs and bytes from Triton's own way alone."""
+HOOKS = {
+    "enter": ("runtime", "launch_enter_hook", "chain"),
+    "exit": ("runtime", "launch_exit_hook", "chain"),
+    "enter function": ("runtime", "launch_enter_hook", print),
+    "exit function": ("runtime", "launch_exit_hook", print),
+    "instrumentation": ("compilation", "instrumentation_mode", "fpsan"),
+}
+
+
+@pytest.mark.parametrize("knobs, name, value", HOOKS.values(), ids=HOOKS)
+def test_a_profiler_is_told(knobs, name, value, monkeypatch):
+    """Its hooks get shape, FLOPs and bytes from Triton's own way alone, and instrumented kernels are compiled by it alone. What was
+    launched under them is not remembered: an instrumented kernel would be launched long after."""
     KERNELS.clear()
+    where = getattr(triton.knobs, knobs)
+    if value == "chain":
+        value = HookChain()
+        value.add(print)
+    told, plain = True, False
+    launches = ((told, (1, 0)), (told, (2, 0)), (plain, (3, 0)), (plain, (3, 1)), (told, (4, 1)), (plain, (4, 2)))
+    for hooked, expected in launches:
+        with monkeypatch.context() as patch:
+            if hooked:
+                patch.setattr(where, name, value)
+            stand_in, *_ = launch("forward", tensors_of(), True, 0.125, monkeypatch)
+        assert (len(stand_in.anew), len(stand_in.again)) == expected
+
+
+@pytest.mark.parametrize("name", ["launch_enter_hook", "launch_exit_hook"])
+def test_no_hook_may_be_none(name, monkeypatch):
+    """As it was before Triton had chains of hooks, and as Triton itself still asks for."""
+    KERNELS.clear()
+    monkeypatch.setattr(triton.knobs.runtime, name, None)
     for _ in range(2):
-        launch("forward", tensors_of(), True, 0.125, monkeypatch)
-    hooks = triton.knobs.runtime.launch_enter_hook
-    monkeypatch.setattr(hooks, "calls", [lambda metadata: None])
-    stand_in, *_ = launch("forward", tensors_of(), True, 0.125, monkeypatch)
-    assert (len(stand_in.anew), len(stand_in.again)) == (2, 1)
+        stand_in, *_ = launch("forward", tensors_of(), True, 0.125, monkeypatch)
+    assert (len(stand_in.anew), len(stand_in.again)) == (1, 1)
 
 
 def test_lengths_that_never_repeat_do_not_fill_the_memory(monkeypatch):
@@ -197,3 +225,4 @@ def test_this_triton_launches_as_the_cache_does():
     known = cache.KNOWN[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= cache.KNOWN[1]
     assert found or not known, f"Triton {triton.__version__} launches in another way: read it, then change launch/cache.py"
     assert "launch_enter_hook" in dir(triton.knobs.runtime) and hasattr(triton.knobs.runtime.launch_enter_hook, "calls")
+    assert "instrumentation_mode" in dir(triton.knobs.compilation)

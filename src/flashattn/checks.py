@@ -4,6 +4,7 @@ Nothing here reads a value on the GPU, so nothing synchronises; with FLASHATTN_C
 (on the CPU they always are).
 """
 
+import math
 import numbers
 import os
 
@@ -36,7 +37,26 @@ def _real(number):
         return None
     if isinstance(number, (float, int, torch.SymFloat)):
         return number
-    return float(number) if isinstance(number, numbers.Real) else None
+    if not isinstance(number, numbers.Real):
+        return None
+    try:
+        return float(number)
+    except OverflowError:  # a fraction can be past every float
+        return math.inf if number > 0 else -math.inf
+
+
+def _count(name, limit, what):
+    """A limit in Python's own type: a number of `what`. None is no limit."""
+    if limit is None:
+        return None
+    count = _integer(limit)
+    if count is None:
+        raise TypeError(f"{name}={limit!r}: expected a number of {what}")
+    if count < 0:
+        raise ValueError(f"{name}={count}: expected >= 0, or None for no limit")
+    if count > MOST:
+        raise ValueError(f"{name}={count}: expected at most 2**63 - 1, or None for no limit")
+    return count
 
 
 def check_options(causal, window, softmax_scale, deterministic):
@@ -48,7 +68,7 @@ def check_options(causal, window, softmax_scale, deterministic):
     if window is not None:
         if not isinstance(window, (tuple, list)) or len(window) != 2:
             raise ValueError(f"window={window!r}: expected None or (left, right)")
-        window = _limit("left", window[0]), _limit("right", window[1])
+        window = tuple(_count(f"window {side}", limit, "keys (int) or None") for side, limit in zip(("left", "right"), window, strict=True))
     if softmax_scale is not None:
         scale = _real(softmax_scale)
         if scale is None:
@@ -57,19 +77,6 @@ def check_options(causal, window, softmax_scale, deterministic):
             raise ValueError(f"softmax_scale={scale}: expected a finite number, at most {MOST_SCALE:.2g} in magnitude")
         softmax_scale = scale
     return window, softmax_scale
-
-
-def _limit(side, limit):
-    if limit is None:
-        return None
-    keys = _integer(limit)
-    if keys is None:
-        raise TypeError(f"window {side}={limit!r}: expected a number of keys (int) or None")
-    if keys < 0:
-        raise ValueError(f"window {side}={keys}: expected >= 0 (0 keeps the diagonal itself), or None for no limit")
-    if keys > MOST:
-        raise ValueError(f"window {side}={keys}: expected at most 2**63 - 1, or None for no limit")
-    return keys
 
 
 def check_layout(layout) -> None:
@@ -135,20 +142,10 @@ def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[s
     (name_q, cu_q), (name_k, cu_k) = cu_seqlens.items()
     if cu_q.shape[0] != cu_k.shape[0]:
         raise ValueError(f"{name_q} has {cu_q.shape[0]} entries and {name_k} has {cu_k.shape[0]}: expected batch + 1 in both")
-    return [_rows(name, limit) for name, limit in max_seqlens.items()]
-
-
-def _rows(name, limit):
-    if limit is None or isinstance(limit, torch.Tensor):
-        return None
-    rows = _integer(limit)
-    if rows is None:
-        raise TypeError(f"{name}={limit!r}: expected a number of rows (int), a tensor or None")
-    if rows < 0:
-        raise ValueError(f"{name}={rows}: expected >= 0")
-    if rows > MOST:
-        raise ValueError(f"{name}={rows}: expected at most 2**63 - 1, or None for no limit")
-    return rows
+    return [
+        None if isinstance(limit, torch.Tensor) else _count(name, limit, "rows (int), a tensor or None")
+        for name, limit in max_seqlens.items()
+    ]
 
 
 def check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:

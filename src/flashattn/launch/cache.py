@@ -63,9 +63,10 @@ def _stream(device: int) -> int:
 
 
 def _hooked() -> bool:
-    """Profilers want what the long way tells them."""
-    runtime = triton.knobs.runtime
-    return bool(runtime.launch_enter_hook.calls or runtime.launch_exit_hook.calls)
+    """Profilers want what the long way tells them, or kernels of their own making. A hook is a chain of calls, a function or None."""
+    knobs = triton.knobs
+    enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or knobs.compilation.instrumentation_mode)
 
 
 def run(name: str, problem, tensors, prepare: Callable[[], tuple]) -> None:
@@ -83,14 +84,15 @@ def run(name: str, problem, tensors, prepare: Callable[[], tuple]) -> None:
             key += (address & 15, tensor.stride())
     device = tensors[0].device.index
     key = (device, *key)
-    launch = _launches.get(key)
-    if launch is not None and not _hooked():
+    remembers = _relaunches and not _hooked()
+    launch = _launches.get(key) if remembers else None
+    if launch is not None:
         compiled, args = launch.compiled, _with_pointers(launch, addresses)
         compiled.run(*launch.grid, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *args)
         return
     kernel, grid, args, options = prepare()
     compiled = kernel[grid](*args, **options) if grid[0] else None  # to launch nothing is an error
-    if _relaunches and compiled is not None:  # the interpreter compiles nothing
+    if remembers and compiled is not None:  # the interpreter compiles nothing
         if len(_launches) >= MOST:
             _launches.clear()
         launch = _launch(compiled, grid, args)

@@ -1,5 +1,5 @@
 """Rows for any GPU: small enough for 99 KB of shared memory a program (sm_86, sm_89, sm_120), and free of spills from sm_80 to sm_100
-under Triton 3.6 and 3.9.
+under Triton 3.6, 3.8 and 3.9.
 
 Key: (pass, bytes of an element, largest padded head dim), with a fourth member for a row that serves only some calls: "padded", head dims
 that are no power of two (their masks take registers); "unaligned", padded ones whose rows load element by element; "open", neither a mask

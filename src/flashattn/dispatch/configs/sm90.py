@@ -3,7 +3,7 @@
 Figures are TFLOP/s of the pass alone, without a mask / causal: H200, 2026-11-30, Triton 3.6.0, bf16, 16 384 tokens in sequences of 4096,
 heads x dim 2048, against neighbours in one interleaved run, of an earlier form of these kernels (dK/dV had a second loop over the heads of
 a group). They rank the rows and are no claim of speed. Rows without a figure were chosen from compiler reports. Rows spill nothing on
-Triton 3.6 and 3.9 (two of dK/dV spill 4 bytes under 3.8); one with a faster but spilling neighbour names it.
+Triton 3.6, 3.8 and 3.9; one with a faster but spilling neighbour names it.
 """
 
 from . import Config

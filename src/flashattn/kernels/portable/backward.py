@@ -56,6 +56,8 @@ def gather_dkdv(
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    tl.assume(q.stride_n >= 0)  # as torch's all are; untold, the compiler keeps their signs in registers, of which it has none to spare
+    tl.assume(dout.stride_n >= 0)
     length = hi - lo
     stop = lo + group * length if SPEC.grouped else hi
     q_first = tile_pointers(q, rows_pointer(q, entry, first_head, q_start, TILE.align), BLOCK_M, BLOCK_D, TILE.align)
