@@ -7,6 +7,7 @@ field's convention). Packed sequences are counted one by one, where `explain`, w
 Surprising fact: papers halve the FLOPs of a causal square; the exact count is S (S + 1) / 2 pairs, 0.2 % more at S = 512.
 """
 
+import random
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -174,6 +175,32 @@ def odd_head_dims() -> tuple[Workload, ...]:
     )
 
 
+def _drawn(total: int, least: int, most: int) -> tuple[int, ...]:
+    """Lengths drawn evenly from [least, most], the same every time; the last is what is left."""
+    draw, lengths = random.Random(0), []
+    while total > 0:
+        lengths.append(min(draw.randint(least, most), total))
+        total -= lengths[-1]
+    return tuple(lengths)
+
+
+def kinds() -> tuple[Workload, ...]:
+    """Kinds of calls beside the plain causal one that they are to be compared with, by FLOPs of kept pairs: grouped heads, a window of
+    1024 keys, packed sequences of very different lengths."""
+    window = [(64, 32), (128, 16)]
+    lengths = _drawn(32768, 64, 8192)
+    return (
+        square("mha-64-s8192", 2, 8192, 64, 64, 128, True),
+        square("gqa-64-8-s8192", 2, 8192, 64, 8, 128, True),
+        *(square(f"causal-d{head_dim}-s16384", 1, 16384, heads, heads, head_dim, True) for head_dim, heads in window),
+        *(
+            replace(square(f"window-1024-d{head_dim}-s16384", 1, 16384, heads, heads, head_dim, True), window=(1023, 0))
+            for head_dim, heads in window
+        ),
+        *(packed(f"packed-32k-drawn-d{head_dim}", lengths, heads, heads, head_dim) for head_dim, heads in window),
+    )
+
+
 def smoke() -> tuple[Workload, ...]:
     """Tiny shapes that take every path of the benchmark in seconds on a CPU; their speeds mean nothing.
 
@@ -187,7 +214,7 @@ def smoke() -> tuple[Workload, ...]:
     )
 
 
-SUITES = {"fa3": fa3_grid(), "llama3": llama3_8b(), "packed": packed_16k(), "dims": odd_head_dims(), "smoke": smoke()}
+SUITES = {"fa3": fa3_grid(), "llama3": llama3_8b(), "packed": packed_16k(), "dims": odd_head_dims(), "kinds": kinds(), "smoke": smoke()}
 WORKLOADS = {workload.name: workload for suite in SUITES.values() for workload in suite}
 
 

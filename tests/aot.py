@@ -8,6 +8,7 @@ never compile, so the work is done in spawned processes that drop the variable b
 not import Triton, nor anything that does, when it is loaded.
 """
 
+import inspect
 import os
 import re
 import subprocess
@@ -46,6 +47,8 @@ class Compiled:
     """What the compiler made of a kernel. Bytes but for `registers`, of one thread, and `tensor_memory`, in columns.
 
     `stack` is the memory of a thread that is not in registers: everything spilled, and arrays that are indexed at run time.
+    `warnings`: what ptxas says of wgmma, codes C75xx: products that it made wait for each other. `barriers`: the hardware barriers that
+    Triton took; a kernel that uses some itself must take others.
     """
 
     name: str
@@ -58,6 +61,8 @@ class Compiled:
     tensor_memory: int
     num_warps: int
     seconds: float
+    warnings: tuple[str, ...] = ()
+    barriers: frozenset[int] = frozenset()
 
     @property
     def shared_limit(self) -> int:
@@ -73,6 +78,7 @@ class Compiled:
         if self.spill_stores or self.spill_loads:  # a few bytes of stack without either hold no spilled register
             spills = f"{self.spill_stores} bytes of spill stores, {self.spill_loads} of spill loads"
             found.append(f"{self.name} on sm_{self.cc} has {spills} and a stack of {self.stack} bytes")
+        found += [f"{self.name} on sm_{self.cc}: {warning}" for warning in self.warnings]
         return found
 
 
@@ -88,12 +94,14 @@ def compile_here(job: Job) -> Compiled:
     compiled = kernel.warmup(*args, grid=(1,), **options)
     seconds = time.perf_counter() - started
     registers, stack = _resources(compiled.asm["cubin"])
-    stores, loads = _spills(compiled.asm["ptx"], job.cc, compiled.metadata) if stack else (0, 0)
-    metadata = compiled.metadata
+    ptx, metadata = compiled.asm["ptx"], compiled.metadata
+    stores, loads, warnings = _assembled(ptx, job.cc, metadata) if stack or "wgmma" in ptx else (0, 0, ())
+    barriers = frozenset(map(int, re.findall(r"bar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red)\S*\s+(\d+)", ptx)))
     tensor_memory = getattr(metadata, "tmem_size", None) or 0
     return Compiled(
-        metadata.name, job.cc, registers, stack, stores, loads, metadata.shared, tensor_memory, metadata.num_warps, round(seconds, 2)
-    )
+        metadata.name, job.cc, registers, stack, stores, loads, metadata.shared, tensor_memory, metadata.num_warps, round(seconds, 2),
+        warnings, barriers,
+    )  # fmt: skip
 
 
 def _built(job: Job):
@@ -173,19 +181,25 @@ def _resources(cubin: bytes) -> tuple[int, int]:
     return max(int(registers) for registers, _ in found), max(int(stack) for _, stack in found)
 
 
-def _spills(ptx: str, cc: int, metadata) -> tuple[int, int]:
-    """(bytes of spill stores, of spill loads), by assembling the PTX once more with ptxas -v: only worth it when there is a stack."""
-    from triton.backends.nvidia.compiler import get_ptxas
+def _assembled(ptx: str, cc: int, metadata) -> tuple[int, int, tuple[str, ...]]:
+    """(bytes of spill stores, of spill loads, warnings), by assembling the PTX once more with ptxas -v: only worth it when there is a
+    stack, or wgmma.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
 
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(ptx)
         arch = f"sm_{cc}a" if cc >= 90 else f"sm_{cc}"
         fused = [] if metadata.enable_fp_fusion else ["--fmad=false"]
-        command = [get_ptxas(cc).path, "-v", "-lineinfo", *fused, f"--gpu-name={arch}", path, "-o", Path(folder, "kernel.cubin")]
+        # Triton 3.9 asks for it, and it decides about spills
+        allocation = re.findall(r"--regAllocOptLevel=\d", inspect.getsource(CUDABackend.make_cubin))
+        options = ["-v", "-lineinfo", *fused, *allocation, f"--gpu-name={arch}"]
+        command = [get_ptxas(cc).path, *options, path, "-o", Path(folder, "kernel.cubin")]
         text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
     stores, loads = (re.findall(rf"(\d+) bytes spill {kind}", text) for kind in ("stores", "loads"))
-    return max(map(int, stores), default=0), max(map(int, loads), default=0)
+    warnings = sorted({line.strip() for line in text.splitlines() if re.search(r"\bC75\d\d\b", line)})
+    return max(map(int, stores), default=0), max(map(int, loads), default=0), tuple(warnings)
 
 
 def _start_worker():

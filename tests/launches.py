@@ -5,18 +5,19 @@ The surprising fact: a tensor on "meta" has the address 0, a multiple of everyth
 
 import torch
 
-from flashattn.dispatch.table import portable_rows
+from flashattn.dispatch.table import hopper_rows, portable_rows
 from flashattn.problem import Problem
 
 
 def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = True):
-    """(kernel, arguments, options) of one pass, with the row that the table has for it.
+    """(kernel, arguments, options) of one pass, with the row that the table has for it; "hopper" is the forward of that kernel.
 
     needs: which of dK and dV a pass "dkdv" computes. dlse: is there a gradient of lse?
     """
+    from flashattn.launch import hopper
     from flashattn.launch import portable as launch
 
-    row = portable_rows(problem)[name]
+    row = hopper_rows(problem)["forward"] if name == "hopper" else portable_rows(problem)[name]
     dtype = getattr(torch, problem.dtype)
 
     def tensor(total, rows, heads, dim):
@@ -29,6 +30,9 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
     if name == "forward":
         kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu)
+    elif name == "hopper":
+        counter = torch.empty(2, dtype=torch.int32, device="meta") if row.tickets else None
+        kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter)
     elif name == "delta":
         kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse if dlse else None, delta)
     elif name == "dq":

@@ -20,7 +20,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashattn import attention, attention_varlen
+from flashattn import attention, attention_varlen, explain
 from flashattn.reference import attention_reference, attention_varlen_reference, keep_mask
 from inputs import STRIDES, Data, dense, packed
 
@@ -299,8 +299,12 @@ def check(
 ) -> Results:
     """Run and compare with the oracle; options: causal, window, softmax_scale. Returns the results for further questions.
 
+    Beside "portable" the forward of "hopper" is run and compared too, where it would be chosen: every test of the one is a test of both.
     peer_dtype: of the low-precision peer, where that of the inputs overflows.
     """
     results = run(data, impl, grads=grads, lse_grad=lse_grad, layout=layout, deterministic=deterministic, **options)
-    compare(results, expect(data, grads=grads, lse_grad=lse_grad, peer_dtype=peer_dtype, **options), data.q.dtype)
+    expected = expect(data, grads=grads, lse_grad=lse_grad, peer_dtype=peer_dtype, **options)
+    compare(results, expected, data.q.dtype)
+    if impl == "portable" and explain(data.q, data.k, data.v, data.cu_q, data.cu_k, **options).kernels["forward"] == "hopper":
+        compare(run(data, "hopper", grads="", layout=layout, deterministic=deterministic, **options), expected, data.q.dtype)
     return results

@@ -1,4 +1,7 @@
-"""The table of kernels and the choice from it, for GPUs that nobody here owns: all of it is a function of a `Problem`."""
+"""The table of kernels and the choice from it, for GPUs that nobody here owns: all of it is a function of a `Problem`.
+
+Over 300 lines: the machines, their table and their faults are one subject.
+"""
 
 import inspect
 import os
@@ -17,7 +20,7 @@ from torch._subclasses import FakeTensorMode
 
 from flashattn import attention, attention_varlen, explain
 from flashattn.dispatch import configs, table
-from flashattn.dispatch.configs import portable
+from flashattn.dispatch.configs import hopper, portable
 from flashattn.dispatch.explain import explain as explain_problem
 from flashattn.dispatch.select import launcher, select
 from flashattn.dispatch.table import DIRECTIONS, KERNELS, TABLES, Kernel, padded_head_dim
@@ -31,8 +34,15 @@ NAMES = [row.name for row in KERNELS]
 ROWS = {row.name: row for row in KERNELS}
 PASSES = ("forward", "delta", "dkdv", "dq"), ("forward", "delta", "dk", "dv", "dq")  # in the order of running
 
-# Every kind of machine, and what runs there.
+# Every kind of machine, and what runs there; the forward, where the backward is another's.
 MACHINES = [
+    *[(replace(PROBLEM, dtype=dtype, aligned=True), "hopper") for dtype in ("float16", "bfloat16")],
+    *[(replace(PROBLEM, aligned=True, capability=capability), "portable") for capability in CAPABILITIES if capability != (9, 0)],
+    (replace(PROBLEM, aligned=True, dtype="float32"), "portable"),
+    (replace(PROBLEM, aligned=True, head_dim_v=20), "portable"),
+    (replace(PROBLEM, aligned=True, batch=1 << 23), "portable"),  # 2^32 rows of all heads
+    (replace(PROBLEM, aligned=True, seqlen_k=1 << 31), "portable"),
+    (replace(PROBLEM, aligned=True, interpret=True, dtype="float16"), "portable"),
     *[(replace(PROBLEM, dtype=dtype, capability=capability), "portable") for dtype, capability in product(DTYPES, CAPABILITIES)],
     *[(replace(PROBLEM, dtype=dtype, capability=(7, 5)), "eager") for dtype in DTYPES],
     *[
@@ -82,17 +92,37 @@ def test_every_row_of_a_table_is_taken_by_some_call(capability, monkeypatch):
     assert [key for number, key in enumerate(table) if number not in taken] == []
 
 
+def test_every_head_dim_has_a_tile_for_hopper():
+    taken = set()
+    for head_dim, head_dim_v in product(range(1, 257), range(8, 257, 8)):
+        lengths = {"seqlen_q": 4096, "seqlen_k": 4096}
+        for change in ({}, {"window_right": 0}, {"window_right": 0, **lengths}, {"varlen": True, "total_q": 256, "total_k": 256}):
+            problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v, aligned=True, **change)
+            assert ROWS["hopper"].reasons(problem, "forward") == []
+            row = ROWS["hopper"].rows(problem)["forward"]
+            assert row.block_m == 64 * row.consumers and row.num_warps % 4 == 0
+            taken.add(row)
+    assert taken == set(hopper.ROWS.values())
+
+
 def test_head_dims_are_padded_to_the_next_power_of_two_from_16_on():
     assert [padded_head_dim(d) for d in (1, 15, 16, 17, 64, 65, 96, 128, 129, 256)] == [16, 16, 16, 32, 64, 128, 128, 128, 256, 256]
+    assert ROWS["portable"].padded(replace(PROBLEM, head_dim=72, head_dim_v=24)) == (128, 32)
+
+
+def test_hopper_pads_head_dims_to_its_tiles():
+    padded = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=d)) for d in (1, 64, 65, 96, 97, 128, 129, 192, 193, 256)]
+    assert [d for d, _ in padded] == [64, 64, 96, 96, 128, 128, 192, 192, 256, 256]
+    assert [dv for _, dv in padded] == [64, 64, 128, 128, 128, 128, 256, 256, 256, 256]
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_launchers_have_one_signature(name):
-    if name == "portable" and find_spec("triton") is None:
+    if name != "eager" and find_spec("triton") is None:
         pytest.skip("needs Triton")
     module = launcher(ROWS[name].launch)
     expected = {
-        "forward": ["problem", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k"],
+        "forward": ["problem", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "kind"],
         "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"],
     }
     for direction in ROWS[name].directions:
@@ -105,20 +135,24 @@ def test_launchers_have_one_signature(name):
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("problem, name", MACHINES, ids=lambda value: value if isinstance(value, str) else None)
 def test_the_first_that_can_is_chosen(problem, name, direction):
+    having = [row for row in KERNELS if direction in row.directions]
     if name is None:
         with pytest.raises(NotImplementedError, match=f"no kernel can run the {direction} of this call") as caught:
             select(problem, direction)
-        assert all(f"{row.name}: {', '.join(row.reasons(problem, direction))}" in str(caught.value) for row in KERNELS)
+        assert all(f"{row.name}: {', '.join(row.reasons(problem, direction))}" in str(caught.value) for row in having)
     else:
+        name = name if direction in ROWS[name].directions else "portable"
         assert select(problem, direction).name == name
         assert select(replace(problem), direction) is select(problem, direction), "equal problems, one answer"
-        assert all(row.reasons(problem, direction) for row in KERNELS[: NAMES.index(name)])
+        assert all(row.reasons(problem, direction) for row in having[: having.index(ROWS[name])])
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("problem", [problem for problem, _ in MACHINES])
 def test_a_named_kernel_runs_or_says_every_reason(problem, name, direction):
+    if direction not in ROWS[name].directions:
+        return
     reasons = ROWS[name].reasons(problem, direction)
     assert all(isinstance(reason, str) and reason for reason in reasons)
     if not reasons:
@@ -140,7 +174,7 @@ def front(monkeypatch):
     """A table that begins with a kernel for forwards alone, of head_dim 64; its launcher is eager's."""
     reasons = lambda problem, direction: [] if problem.head_dim == 64 else ["only 64"]  # noqa: E731
     rows = lambda problem: {"forward": configs.Config(1, 2, 3, 4)}  # noqa: E731
-    kernel = Kernel("front", reasons, rows, "flashattn.eager", directions=("forward",))
+    kernel = Kernel("front", reasons, rows, lambda problem: (96, 512), "flashattn.eager", directions=("forward",))
     for module, name in product(("select", "explain"), ("KERNELS", "NAMES")):
         module = import_module(f"flashattn.dispatch.{module}")
         if hasattr(module, name):
@@ -165,12 +199,13 @@ def test_a_named_kernel_leaves_a_pass_that_it_has_not_to_the_table(front):
 def test_explain_shows_the_kernels_of_both_passes(front):
     found = explain_problem(PROBLEM, "front")
     assert found.kernels == {"forward": "front", "backward": "portable"}
-    assert found.passed_over == {"forward": {}, "backward": {"front": ["it has no backward"]}}
+    assert found.passed_over == {"forward": {}, "backward": {name: ["it has no backward"] for name in ("front", "hopper")}}
     assert found.tiles == {**ROWS["portable"].rows(PROBLEM), "forward": configs.Config(1, 2, 3, 4)} and next(iter(found.tiles)) == "forward"
     text = str(found)
     assert "  kernel of the forward: front\n  kernel of the backward: portable\n    not front: it has no backward\n" in text
+    assert [text.count(f"padded to {dims}") for dims in ("96/512", "64/64")] == [1, len(found.tiles) - 1]
     alike = str(explain_problem(replace(PROBLEM, head_dim=32), "portable"))
-    assert "of the forward" in alike, "front was passed over for two reasons"
+    assert "  kernel: portable\n    not front: only 64; it has no backward\n" in alike, "front was passed over for two reasons"
     front_only = explain_problem(PROBLEM, "eager")
     assert front_only.passed_over["forward"]["front"] == ["impl='eager' was asked for"]
 

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from flashattn import explain
 from flashattn.dispatch.explain import _units
 from flashattn.dispatch.explain import explain as explain_problem
-from flashattn.dispatch.table import portable_reasons, portable_rows
+from flashattn.dispatch.table import hopper_reasons, hopper_rows, portable_reasons, portable_rows
 from flashattn.problem import Problem
 from flashattn.reference import keep_mask
 from support import dense, packed
@@ -19,16 +19,24 @@ from support import dense, packed
 PROBLEM = Problem("bfloat16", 2, 128, 256, 4, 2, 64, 64, 0.125, capability=(9, 0))
 
 
-def test_explain_prints_the_choice_the_reasons_the_tiles_and_the_work():
-    found = explain_problem(replace(PROBLEM, head_dim=72, window_left=5, window_right=0), None)
-    assert found.kernels == {"forward": "portable", "backward": "portable"} and found.passed_over == {"forward": {}, "backward": {}}
+@pytest.mark.parametrize("aligned", [True, False])
+def test_explain_prints_the_choice_the_reasons_the_tiles_and_the_work(aligned):
+    """Rows that a tensor map can address go to Hopper's forward, which pads 72 to 96; its backward is the portable one."""
+    found = explain_problem(replace(PROBLEM, head_dim=72, window_left=5, window_right=0, aligned=aligned), None)
     text = str(found)
+    without, reasons = ["it has no backward"], hopper_reasons(found.problem, "forward")
+    assert found.kernels == {"forward": "hopper" if aligned else "portable", "backward": "portable"}
+    assert found.passed_over == {"forward": {} if aligned else {"hopper": reasons}, "backward": {"hopper": without}}
+    if aligned:
+        assert "  kernel of the forward: hopper\n  kernel of the backward: portable\n    not hopper: it has no backward\n" in text
+    else:
+        assert f"  kernel: portable\n    not hopper: {'; '.join([*reasons, *without])}\n" in text and len(reasons) == 1
     assert "cuda sm_90" in text and "bfloat16" in text and "heads 4/2" in text and "128 queries x 256 keys" in text
-    assert "window (5, 0) around the bottom-right diagonal" in text and "head_dim padded to 128/64" in text
-    assert text.count("kernel") == 1 and "  kernel: portable\n" in text
-    assert found.tiles == portable_rows(found.problem)
+    assert "window (5, 0) around the bottom-right diagonal" in text
+    assert found.tiles == portable_rows(found.problem) | (hopper_rows(found.problem) if aligned else {})
     for name, row in found.tiles.items():
         (line,) = (line for line in text.splitlines() if line.split()[0] == name)
+        assert f"head_dim padded to {'96/64' if aligned and name == 'forward' else '128/64'}, " in line
         numbers = [row.block_m, *([row.block_n] if name != "delta" else []), row.num_warps, row.num_stages]
         assert [int(word) for word in line.split() if word.isdigit()] == numbers
     for direction in ("forward", "backward"):
@@ -42,7 +50,7 @@ def test_explain_prints_why_kernels_were_passed_over():
     assert set(found.kernels.values()) == {"eager"} and not found.tiles
     reasons = found.passed_over["forward"]["portable"]
     assert reasons == portable_reasons(found.problem, "forward") and len(reasons) == 2
-    assert str(found).count(f"not portable: {'; '.join(reasons)}") == 1, "for both passes"
+    assert str(found).count(f"not portable: {'; '.join(reasons)}\n") == 1, "for both passes"
     assert "not portable: impl='eager' was asked for" in str(explain_problem(PROBLEM, "eager"))
 
 
@@ -114,7 +122,8 @@ def test_explain_of_fake_cuda_tensors_without_cuda():
 def test_explain_on_this_gpu():
     q = torch.empty(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
     found = explain(q, q, q)
-    assert set(found.kernels.values()) == {"portable"} and found.problem.capability == torch.cuda.get_device_capability()
+    assert found.problem.capability == torch.cuda.get_device_capability() and found.problem.aligned
+    assert found.kernels == {"forward": "hopper" if found.problem.capability == (9, 0) else "portable", "backward": "portable"}
     assert "cuda sm_{}{}".format(*torch.cuda.get_device_capability()) in str(found)
     assert not found.problem.tf32
     torch.backends.cuda.matmul.fp32_precision, before = "tf32", torch.backends.cuda.matmul.fp32_precision

@@ -32,6 +32,7 @@ ARROWS = {
     "flashattn.launch": ({"problem", "dispatch", "kernels"}, {"torch", "triton"}),
     "flashattn.kernels.common": ({"kernels.structs"}, {"triton"}),
     "flashattn.kernels.portable": ({"kernels.common", "kernels.structs"}, {"triton"}),
+    "flashattn.kernels.hopper": ({"kernels.common", "kernels.structs"}, {"triton"}),
     "flashattn.kernels": (set(), {"triton"}),
     "flashattn": ({"api", "reference"}, set()),
 }
@@ -159,6 +160,7 @@ PLANTED = [
     ("kernels/portable/forward.py", "import torch", "kernels.portable must not import torch"),
     ("kernels/portable/forward.py", "import os", "device code must not import os"),
     ("kernels/portable/forward.py", "from ..hopper import layouts", "portable must not import flashattn.kernels.hopper.layouts"),
+    ("kernels/hopper/block.py", "from ..portable.forward import f", "hopper must not import flashattn.kernels.portable.forward.f"),
     ("kernels/common/mask.py", "from ..portable.forward import f", "common must not import flashattn.kernels.portable.forward.f"),
     ("kernels/common/mask.py", "from ...problem import Problem", "common must not import flashattn.problem.Problem"),
     ("cellar/wine.py", "", "flashattn.cellar.wine has no row in ARROWS of tests/test_house.py"),

@@ -36,12 +36,18 @@ PACKED = replace(BASE, varlen=True, total_q=1000, total_k=900, window_right=0)
 
 def told(problem: Problem, name: str, **options) -> dict:
     """What the pass's function says of the arguments that a launch would have."""
+    from flashattn.kernels.hopper import profile as hopper
     from flashattn.kernels.portable import profile
     from launches import launch_of
 
     kernel, args, _ = launch_of(problem, name, **options)
-    describe = getattr(profile, {"forward": "forward_metadata"}.get(name, f"{name}_metadata"))
+    describe = hopper.forward_metadata if name == "hopper" else getattr(profile, f"{name}_metadata")
     return describe((1,), None, dict(zip(kernel.arg_names, args, strict=True)))
+
+
+def on_hopper(problem: Problem) -> bool:
+    """Whether that forward launches anything."""
+    return problem.dtype != "float32" and problem.seqlen_k > 0
 
 
 def flops(found: dict) -> int:
@@ -56,6 +62,8 @@ def test_flops_are_those_of_the_kept_pairs(which):
     counted, _ = work(problem)
     forward, dkdv, dq = (flops(told(problem, name)) for name in ("forward", "dkdv", "dq"))
     assert forward == counted["forward"]
+    if on_hopper(problem):
+        assert told(problem, "hopper")["flops16"] == forward
     assert dkdv + dq == counted["backward"] + forward, "q k^T and dO v^T are computed twice, as many FLOPs as a forward"
     dk, dv = (flops(told(problem, "dkdv", needs=needs)) for needs in "kv")
     pairs = forward // (2 * (problem.head_dim + problem.head_dim_v))
@@ -80,7 +88,7 @@ def test_bytes_are_those_of_the_tensors_of_each_pass(which):
         ("dkdv", "k"): q + k + v + out + 2 * lse + k,
         ("dkdv", "v"): q + k + out + lse + v,  # neither v nor delta
         ("dq", ""): q + k + v + out + 2 * lse + q,
-    }
+    } | ({("hopper", ""): moved["forward"]} if on_hopper(problem) else {})
     for (name, variant), size in expected.items():
         options = {"needs": variant} if name == "dkdv" else {"dlse": variant == "dlse"}
         assert told(problem, name, **options)["bytes"] == size, f"{name} {variant}"
@@ -89,12 +97,14 @@ def test_bytes_are_those_of_the_tensors_of_each_pass(which):
 
 
 def test_packed_calls_have_no_flops():
-    assert not [key for name in ("forward", "dkdv", "dq") for key in told(PACKED, name) if "flops" in key]
+    assert not [key for name in ("forward", "dkdv", "dq", "hopper") for key in told(PACKED, name) if "flops" in key]
 
 
 def test_names_tell_the_pass_and_the_shape():
     shape = "b3_q300_k500_h6/2_d64/40"
     assert told(BASE, "forward")["name"] == f"attn_fwd[{shape}]"
+    assert told(BASE, "hopper")["name"] == f"attn_fwd_hopper[{shape}]"
+    assert told(PACKED, "hopper")["name"] == told(PACKED, "forward")["name"].replace("fwd", "fwd_hopper")
     assert [told(BASE, "dkdv", needs=needs)["name"] for needs in ("kv", "k", "v")] == [
         f"attn_bwd_dkdv[{shape}]", f"attn_bwd_dk[{shape}]", f"attn_bwd_dv[{shape}]"]  # fmt: skip
     assert told(BASE, "dq")["name"] == f"attn_bwd_dq[{shape}]"
@@ -103,10 +113,11 @@ def test_names_tell_the_pass_and_the_shape():
 
 def wiring() -> dict[str, str]:
     """{kernel: the function that describes its launches}, where kernels can be compiled: the interpreter drops it."""
+    from flashattn.kernels.hopper.forward import attn_fwd_hopper
     from flashattn.kernels.portable import backward, forward
 
-    kernels = (forward.attn_fwd, backward.attn_bwd_delta, backward.attn_bwd_dkdv, backward.attn_bwd_dq)
-    return {kernel.fn.__name__: kernel.launch_metadata.__name__ for kernel in kernels}
+    kernels = (forward.attn_fwd, attn_fwd_hopper, backward.attn_bwd_delta, backward.attn_bwd_dkdv, backward.attn_bwd_dq)
+    return {kernel.fn.__name__: f"{kernel.launch_metadata.__module__}.{kernel.launch_metadata.__name__}" for kernel in kernels}
 
 
 @pytest.mark.compile_only
@@ -114,18 +125,20 @@ def test_every_kernel_has_its_description():
     pool = CompilePool(1)
     try:
         assert pool.run(wiring) == {
-            "attn_fwd": "forward_metadata",
-            "attn_bwd_delta": "delta_metadata",
-            "attn_bwd_dkdv": "dkdv_metadata",
-            "attn_bwd_dq": "dq_metadata",
+            "attn_fwd": "flashattn.kernels.portable.profile.forward_metadata",
+            "attn_fwd_hopper": "flashattn.kernels.hopper.profile.forward_metadata",
+            "attn_bwd_delta": "flashattn.kernels.portable.profile.delta_metadata",
+            "attn_bwd_dkdv": "flashattn.kernels.portable.profile.dkdv_metadata",
+            "attn_bwd_dq": "flashattn.kernels.portable.profile.dq_metadata",
         }
     finally:
         pool.close()
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("impl", [None, "portable"])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
-def test_a_launch_hook_is_told(kind):
+def test_a_launch_hook_is_told(kind, impl):
     import torch
     import triton
 
@@ -135,12 +148,13 @@ def test_a_launch_hook_is_told(kind):
     note = lambda metadata: seen.append(metadata.get())  # noqa: E731
     triton.knobs.runtime.launch_enter_hook.add(note)
     try:
-        run(data, "portable", causal=True)
+        run(data, impl, causal=True)
     finally:
         triton.knobs.runtime.launch_enter_hook.remove(note)
     ours = [each for each in seen if each["name"].startswith("attn_")]
     names = [each["name"].partition("[")[0] for each in ours]
-    assert names[:2] == ["attn_fwd", "attn_bwd_delta"] and names[-1] == "attn_bwd_dq"
+    hopper = impl is None and torch.cuda.get_device_capability() == (9, 0)
+    assert names[:2] == ["attn_fwd_hopper" if hopper else "attn_fwd", "attn_bwd_delta"] and names[-1] == "attn_bwd_dq"
     assert names[2:-1] in (["attn_bwd_dkdv"], ["attn_bwd_dk", "attn_bwd_dv"])
     assert all(each["bytes"] > 0 for each in ours)
     assert [any("flops" in key for key in each) for each in ours] == [kind == "dense" and "delta" not in name for name in names]

@@ -10,7 +10,7 @@ import random
 import pytest
 
 from aot import CompilePool, Job, specializations_here
-from flashattn.dispatch.table import portable_rows
+from flashattn.dispatch.table import hopper_rows, portable_rows
 from flashattn.problem import Problem
 
 pytestmark = pytest.mark.compile_only
@@ -84,6 +84,20 @@ def test_lengths_compile_nothing_anew(worker, kind, cc, dim, causal):
         tiles = {portable_rows(problem_of(kind, cc, dim, causal, lengths))[name] for lengths in calls}
         allowed = 1 if kind == "packed" or name == "delta" else 1 + len(tiles)
         assert len(keys) <= allowed, f"{name}: {len(keys)} kernels for {len(calls)} calls: {differences(keys)}"
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["causal-grouped", "plain"])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kind", ["packed", "dense"])
+def test_lengths_compile_nothing_anew_for_hopper(worker, kind, dim, causal):
+    """One kernel for packed calls. Two for dense ones: the keys end inside a block or not; and two of either with a diagonal, which may
+    leave masking to the first block alone; all that for each row of the table."""
+    calls = lengths_of(kind, seed=dim)
+    rows = {hopper_rows(problem_of(kind, 90, dim, causal, lengths))["forward"] for lengths in calls}
+    jobs = [Job("test_recompilation.build", (kind, 90, dim, causal, lengths, "hopper"), 90) for lengths in calls]
+    keys = {key for _, key in worker.run(specializations_here, jobs)}
+    allowed = len(rows) * (1 if kind == "packed" else 4 if causal else 2)
+    assert 1 <= len(keys) <= allowed, f"{len(keys)} kernels for {len(calls)} calls: {differences(keys)}"
 
 
 def differences(keys: set[str]) -> list[str]:

@@ -2,13 +2,15 @@
 
 import math
 import sys
-from types import ModuleType
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 import flashattn.eager
 import support
+from flashattn import explain
 from poison import poison
 from support import (
     DTYPES,
@@ -188,6 +190,36 @@ def test_check_runs_everywhere(impl, device, dtype):
     check(packed([3, 0, 9], [5, 2, 0], tail_q=2, tail_k=3, dim=16, dtype=dtype, device=device), impl, causal=True)
 
 
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+@pytest.mark.parametrize("chosen", ["hopper", "portable"])
+def test_what_is_checked_with_portable_is_checked_with_hopper_too(monkeypatch, chosen, kind):
+    """Where that would be chosen: its forward, with the same options; and a wrong one is found."""
+    data = packed([3, 5], dim=8, dtype=DTYPE) if kind == "packed" else dense(3, 5, dim=8, dtype=DTYPE)
+    options = {"layout": "bshd" if kind == "packed" else "bhsd", "deterministic": True, "causal": True}
+    ran, wrong = {}, []
+
+    def stand_in(data, impl, **options):
+        ran[impl] = options
+        results = run(data, "eager", **options)
+        return results._replace(out=results.out + 1) if impl in wrong else results
+
+    def choice(*args, **options):
+        assert explain(*args, **options).problem.window_right == 0
+        return SimpleNamespace(kernels={"forward": chosen})
+
+    monkeypatch.setattr(support, "run", stand_in)
+    monkeypatch.setattr(support, "explain", choice)
+    check(data, "portable", lse_grad=False, **options)
+    assert ran.pop("portable") == {**options, "grads": "qkv", "lse_grad": False}
+    assert ran == ({"hopper": {**options, "grads": ""}} if chosen == "hopper" else {})
+    wrong.append("hopper")
+    with pytest.raises(AssertionError, match="out: max error") if chosen == "hopper" else nullcontext():
+        check(data, "portable", **options)
+    ran.clear()
+    check(data, "eager", **options)
+    assert set(ran) == {"eager"}
+
+
 def test_only_the_gradients_asked_for():
     results = run(dense(4, 4, dim=8, dtype=torch.float32), "eager", grads="v")
     assert results.dq is None and results.dk is None and results.dv is not None
@@ -195,6 +227,7 @@ def test_only_the_gradients_asked_for():
 
 
 # ------------------------------------------------------------------------------------------------------------------------ poison
+
 
 def planted(monkeypatch, name, source):
     """A module of the library that the library doesn't have."""

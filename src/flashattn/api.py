@@ -73,9 +73,10 @@ def attention(
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run. Every kernel so far keeps the promise without being asked.
-        impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"portable"`` (Triton) or
-            ``"eager"`` (plain PyTorch, linear memory): that one in both passes or an error, never another. (A kernel that has one pass
-            only may be named too, and then the other is chosen from the table; there is none so far.)
+        impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"hopper"`` (Gluon, forward only:
+            compute capability 9.0; float16 and bfloat16; every row of q, k and v aligned to 16 bytes and no dimension expanded;
+            head_dim_v a multiple of 8), ``"portable"`` (Triton) or ``"eager"`` (plain PyTorch, linear memory): that one or an error,
+            never another. A pass that the named kernel doesn't have is chosen from the table.
 
     Returns:
         out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse),
@@ -92,9 +93,18 @@ def attention(
     Source: Dao et al. 2022 (FlashAttention), section 3.1 and appendix B; Dao 2023 (FlashAttention-2), section 3; Milakov & Gimelshein 2018
     (online softmax), section 3.
     """
-    check_layout(layout)
-    q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
-    out, lse = torch_ops.attn_fwd(q, k, v, None, None, None, None, *options)
+    key = torch_ops.key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+    forward = torch_ops.known(key)
+    if forward is not None:
+        if layout == "bhsd":
+            q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        out, lse = forward(q, k, v, None, None)
+    else:
+        check_layout(layout)
+        q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+        out, lse = torch_ops.attn_fwd(q, k, v, None, None, None, None, *options)
+        if key is not None:
+            torch_ops.remember(key, q, k, v, options)
     if layout == "bhsd":
         out = out.transpose(1, 2)
     return (out, lse) if return_lse else out
@@ -186,5 +196,6 @@ def explain(
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
         limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
     *options, impl = options
+    options.append(torch_ops.aligned(q, k, v))
     problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options)
     return torch_ops.explain(problem, impl)

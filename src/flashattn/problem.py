@@ -23,6 +23,7 @@ class Problem:
 
     window_left, window_right: how far left and right of the diagonal a query sees; None is without limit, 0 the diagonal itself.
     top_left: the diagonal is j = i; otherwise j = i + seqlen_k - seqlen_q (of each sequence).
+    aligned: every row of q, k and v starts at a multiple of 16 bytes and no dimension is expanded: what Hopper's copy engine can address.
     device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
     """
 
@@ -46,6 +47,7 @@ class Problem:
     device: str = "cuda"
     capability: tuple[int, int] | None = None
     interpret: bool = False
+    aligned: bool = False
 
     @property
     def group(self) -> int:

@@ -5,24 +5,26 @@ from dataclasses import dataclass
 from ..problem import Problem, kept_pairs
 from .configs import Config
 from .select import select
-from .table import DIRECTIONS, KERNELS, Kernel, padded_head_dim
+from .table import DIRECTIONS, KERNELS, Kernel
 
 _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything but `problem` and `tiles` is {"forward": ..., "backward": ...}, since the two passes are chosen apart.
+    """Everything but `problem`, `tiles` and `padded` is {"forward": ..., "backward": ...}, since the two passes are chosen apart.
 
     kernels: their names. passed_over: {name: reasons} of the kernels before each in the table. tiles: {pass: row}, without the passes that
-    run in plain PyTorch. flops and bytes: kept pairs only, and every tensor read or written once. Packed calls have upper bounds, as if
-    each sequence had the maximal lengths, because lengths live on the GPU.
+    run in plain PyTorch. padded: {pass: (head_dim, head_dim_v)} as these tiles have them. flops and bytes: kept pairs only, and every
+    tensor read or written once. Packed calls have upper bounds, as if each sequence had the maximal lengths, because lengths live on the
+    GPU.
     """
 
     problem: Problem
     kernels: dict[str, str]
     passed_over: dict[str, dict[str, list[str]]]
     tiles: dict[str, Config]
+    padded: dict[str, tuple[int, int]]
     flops: dict[str, int]
     bytes: dict[str, int]
 
@@ -36,16 +38,18 @@ class Explanation:
         ]
         if p.window_left is not None or p.window_right is not None:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
-        choices = [(self.kernels[direction], self.passed_over[direction]) for direction in DIRECTIONS]
-        alike = choices[0] == choices[1]
-        for direction, (kernel, passed_over) in zip(DIRECTIONS[: 1 if alike else None], choices, strict=False):
-            lines.append(f"  kernel{'' if alike else f' of the {direction}'}: {kernel}")
+        choices = [(f"kernel of the {direction}", kernel, self.passed_over[direction]) for direction, kernel in self.kernels.items()]
+        (_, forward, why), (_, backward, why_backward) = choices
+        if forward == backward:  # then the same were passed over, each for what is against it in either pass
+            choices = [("kernel", forward, {name: dict.fromkeys([*reasons, *why_backward[name]]) for name, reasons in why.items()})]
+        for what, kernel, passed_over in choices:
+            lines.append(f"  {what}: {kernel}")
             lines += [f"    not {name}: {'; '.join(reasons)}" for name, reasons in passed_over.items()]
-        if self.tiles:
-            lines.append(f"  tiles, head_dim padded to {padded_head_dim(p.head_dim)}/{padded_head_dim(p.head_dim_v)}:")
+        lines += ["  tiles:"] if self.tiles else []
         for name, row in self.tiles.items():
             tile = f"{row.block_m:3} rows" + ("" if name == "delta" else f" x {row.block_n:3} keys")  # delta sees no keys
-            lines.append(f"    {name:8} {tile + ',':20} {row.num_warps} warps, {row.num_stages} stages")
+            dims = "head_dim padded to {}/{}".format(*self.padded[name])
+            lines.append(f"    {name:8} {tile + ',':20} {dims}, {row.num_warps} warps, {row.num_stages} stages")
         most = "at most " if p.varlen else ""
         for name, flops in self.flops.items():
             lines.append(f"  {name + ':':9} {most}{_units(flops, 'FLOP')}, {_units(self.bytes[name], 'B')} with each tensor moved once")
@@ -88,8 +92,10 @@ def _passed_over(problem: Problem, direction: str, chosen: Kernel, impl: str | N
 def explain(problem: Problem, impl: str | None) -> Explanation:
     chosen = {direction: select(problem, direction, impl) for direction in DIRECTIONS}
     passed_over = {direction: _passed_over(problem, direction, kernel, impl) for direction, kernel in chosen.items()}
-    tiles = {}
+    tiles, padded = {}, {}
     for direction, kernel in chosen.items():  # the forward is one pass of that name, the backward is the others
-        tiles |= {name: row for name, row in kernel.rows(problem).items() if (name == "forward") == (direction == "forward")}
+        rows = {name: row for name, row in kernel.rows(problem).items() if (name == "forward") == (direction == "forward")}
+        tiles |= rows
+        padded |= dict.fromkeys(rows, kernel.padded(problem))
     kernels = {direction: kernel.name for direction, kernel in chosen.items()}
-    return Explanation(problem, kernels, passed_over, tiles, *work(problem))
+    return Explanation(problem, kernels, passed_over, tiles, padded, *work(problem))

@@ -12,21 +12,26 @@ from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from ..problem import DTYPES, Problem
-from .configs import Config, portable, sm90
+from .configs import Config, hopper, portable, sm90
 
 DIRECTIONS = ("forward", "backward")
 TABLES = {(9, 0): sm90.ROWS}  # by the capability of NVIDIA GPUs
 OLDEST_CAPABILITY = (8, 0)
-MOST_ROWS = 1 << 30  # of a sequence under a window that is wider than the diagonal
+HOPPER = (9, 0)
+MOST_ROWS = 1 << 30  # whose positions, shifted by the limits of a window, fit 32 bits
+MOST_LANES = 1 << 31  # rows times heads
+D_TILES, DV_TILES = (64, 96, 128, 192, 256), (64, 128, 256)  # of the Hopper kernels: head dims of queries and keys, and of values
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """rows: {pass: tile} of a problem. launch: the module with a function for each of `directions`."""
+    """rows: {pass: tile} of a problem. padded: its head_dim and head_dim_v as these tiles have them. launch: the module with a function for
+    each of `directions`."""
 
     name: str
     reasons: Callable[[Problem, str], list[str]]
     rows: Callable[[Problem], dict[str, Config]]
+    padded: Callable[[Problem], tuple[int, int]]
     launch: str
     directions: tuple[str, ...] = DIRECTIONS
 
@@ -91,11 +96,56 @@ def portable_rows(problem: Problem) -> dict[str, Config]:
     return {name: found[name] for name in names}
 
 
+def portable_padded(problem: Problem) -> tuple[int, int]:
+    return padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
+
+
+def hopper_reasons(problem: Problem, direction: str) -> list[str]:
+    found = []
+    if find_spec("triton") is None:
+        found.append("triton is not installed")
+    if problem.interpret:
+        found.append("Gluon has no interpreter: unset TRITON_INTERPRET")
+    if problem.device != "cuda" or problem.capability != HOPPER:
+        where = repr(problem.device) if problem.capability is None else "compute capability {}.{}".format(*problem.capability)
+        found.append(f"{where}: made of instructions that only CUDA devices of compute capability 9.0 have")
+    if problem.dtype not in ("float16", "bfloat16"):
+        found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
+    if not problem.aligned:
+        found.append("TMA can't address rows that aren't aligned to 16 bytes, nor expanded dimensions")
+    if problem.head_dim_v % 8:
+        found.append(f"head_dim_v {problem.head_dim_v}: rows of out would not be aligned to 16 bytes")
+    if (problem.total_q if problem.varlen else problem.batch * problem.seqlen_q) * problem.heads_q > MOST_LANES:
+        found.append(f"more than {MOST_LANES} rows of all heads: they are counted in 32 bits")
+    if max(problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k) > MOST_ROWS:
+        found.append(f"more than {MOST_ROWS} rows: positions are 32-bit sums")
+    return found
+
+
+def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig]:
+    largest = max(problem.head_dim, problem.head_dim_v)
+    # 192 is a tile for queries and keys, not for values, whose tile is a power of two
+    size = 64 if largest <= 64 else 128 if problem.head_dim <= 192 and problem.head_dim_v <= 128 else 256
+    masked = (problem.window_left, problem.window_right) != (None, None)
+    kind = "packed" if problem.varlen else "masked" if masked else "open"
+    if kind == "masked" and size == 64 and problem.window_left is None and problem.seqlen_q >= hopper.LONG:
+        kind = "long"
+    return {"forward": hopper.ROWS["forward", size, kind]}
+
+
+def hopper_padded(problem: Problem) -> tuple[int, int]:
+    """TMA reads as zero what a tile has beyond the tensor."""
+    d = next(tile for tile in D_TILES if tile >= problem.head_dim)
+    dv = next(tile for tile in DV_TILES if tile >= problem.head_dim_v)
+    return d, dv
+
+
 def eager_reasons(problem: Problem, direction: str) -> list[str]:
     return [] if problem.dtype in DTYPES else [f"dtype {problem.dtype}"]
 
 
 KERNELS = (
-    Kernel("portable", portable_reasons, portable_rows, "flashattn.launch.portable"),
-    Kernel("eager", eager_reasons, lambda problem: {}, "flashattn.eager"),
+    Kernel("hopper", hopper_reasons, hopper_rows, hopper_padded, "flashattn.launch.hopper", directions=("forward",)),
+    Kernel("portable", portable_reasons, portable_rows, portable_padded, "flashattn.launch.portable"),
+    Kernel("eager", eager_reasons, lambda problem: {}, lambda problem: (problem.head_dim, problem.head_dim_v), "flashattn.eager"),
 )

@@ -2,14 +2,16 @@
 
 For every launch Triton specialises each argument and spells out the result to find the compiled kernel: 35 to 75 us on the host, more than
 a small kernel runs. Here a launch is found by what decides the specialisation: the problem, the strides, and where pointers stand in
-relation to 16 bytes. Only the pointers are new.
+relation to 16 bytes. Only the pointers are new, and where they come again too, the tensor maps made of them are used again.
 
-The surprising fact: what is called is the compiled kernel's own `run`, with the arguments that `JITFunction.run` ends in. That is no public
-interface, so it is used for the versions of Triton that were read (KNOWN) and left alone in others, and tests/test_launch_cache.py
-looks for that call in the sources of the Triton that it finds.
+The surprising fact: what is called is the compiled kernel's own `run`, with the arguments that `JITFunction.run` ends in, and then the C
+function that it ends in. That is no public interface, so it is used for the versions of Triton that were read (KNOWN) and left alone in
+others, and tests/test_launch_cache.py looks for these calls in the Triton that it finds.
 """
 
 from collections.abc import Callable
+from copy import copy
+from types import CellType, FunctionType
 from typing import NamedTuple
 
 import torch
@@ -20,11 +22,28 @@ MOST = 4096  # launches remembered; lengths that never repeat would fill any mem
 
 
 class Pointers(NamedTuple):
-    """Place in the arguments of `count` pointers and, if they begin a tuple, what follows them there; None: a pointer by itself."""
+    """Place in the arguments of `count` pointers. rest: what follows them if they begin a tuple. like: a TensorDescriptor's."""
 
     place: int
     count: int
     rest: tuple | None
+    like: object | None
+
+
+class Described:
+    """What a launcher reads of a TensorDescriptor, at another address; its own `base`, so that no tensor is kept alive."""
+
+    def __init__(self, address, like):
+        self.address = address
+        self.shape, self.strides, self.padding = like.shape, like.strides, like.padding
+        self.round_f32_to_tf32 = getattr(like, "round_f32_to_tf32", False)
+
+    @property
+    def base(self):  # no attribute: that would be a cycle, and memory until the garbage collector comes
+        return self
+
+    def data_ptr(self):
+        return self.address
 
 
 class Launch(NamedTuple):
@@ -35,6 +54,7 @@ class Launch(NamedTuple):
 
 
 _launches: dict[tuple, Launch] = {}
+_calls: dict[tuple, tuple] = {}  # by the addresses too: an allocator gives the same ones again and again
 _relaunches = KNOWN[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= KNOWN[1]
 
 
@@ -42,23 +62,30 @@ def _launch(compiled, grid, args) -> Launch:
     """Without the tensors, which would live as long as this does."""
     pointers, kept = [], list(args)
     for place, arg in enumerate(args):
-        members = arg if isinstance(arg, tuple) else (arg,)
-        count = sum(isinstance(member, torch.Tensor) for member in members)
-        if count:
-            pointers.append(Pointers(place, count, tuple(arg[count:]) if isinstance(arg, tuple) else None))
+        if hasattr(arg, "block_shape"):
+            pointers.append(Pointers(place, 1, None, Described(0, arg)))
+        else:
+            members = arg if isinstance(arg, tuple) else (arg,)
+            count = sum(isinstance(member, torch.Tensor) for member in members)
+            if count:
+                pointers.append(Pointers(place, count, tuple(arg[count:]) if isinstance(arg, tuple) else None, None))
+        if pointers and pointers[-1].place == place:
             kept[place] = None
     return Launch(compiled, (grid[0], 1, 1), tuple(kept), pointers)
 
 
 def _with_pointers(launch: Launch, addresses: list[int]) -> list:
     args, used = list(launch.args), 0
-    for place, count, rest in launch.pointers:
-        args[place] = addresses[used] if rest is None else (*addresses[used : used + count], *rest)
+    for place, count, rest, like in launch.pointers:
+        if like is not None:
+            args[place] = Described(addresses[used], like)
+        else:
+            args[place] = addresses[used] if rest is None else (*addresses[used : used + count], *rest)
         used += count
     return args
 
 
-def _stream(device: int) -> int:
+def stream_of(device: int) -> int:
     return triton.runtime.driver.active.get_current_stream(device)
 
 
@@ -69,33 +96,76 @@ def _hooked() -> bool:
     return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave) or knobs.compilation.instrumentation_mode)
 
 
-def run(name: str, problem, tensors, prepare: Callable[[], tuple]) -> None:
+def _c_call(compiled, grid, args) -> tuple | None:
+    """(function, arguments before the stream, after it): what Triton's launcher does in the end, with tensor maps made of the descriptors.
+
+    Taken from the launcher itself, with a stand-in in the place of the C function that it calls. None if it isn't built as it was read.
+    """
+    launcher = copy(compiled.run)
+    inner = getattr(launcher, "launch", None)
+    if inner is None or launcher.global_scratch_size or launcher.profile_scratch_size:
+        return None
+    taken, stream = [], object()
+    function = inner
+    launcher.launch = stand_in = lambda *found: taken.extend(found)
+    if isinstance(inner, FunctionType):  # the one that makes tensor maps first
+        cells = dict(zip(inner.__code__.co_freevars, inner.__closure__ or (), strict=True))
+        if "launcher" not in cells:
+            return None
+        function = cells["launcher"].cell_contents
+        cells["launcher"] = CellType(stand_in)
+        launcher.launch = FunctionType(inner.__code__, inner.__globals__, closure=tuple(cells.values()))
+    launcher(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+    before = next((place for place, x in enumerate(taken) if x is stream), None)
+    return None if before is None else (function, taken[:before], taken[before + 1 :])
+
+
+def run(name: str, problem, tensors, prepare: Callable[[], tuple], kind=None) -> None:
     """Launch what `prepare` returns, (kernel, grid, arguments, options), or what it returned for another call like this one.
 
-    tensors: those among the arguments, in their order, with None for one that may be there but isn't.
+    tensors: those among the arguments, in their order, with None for one that may be there but isn't. kind: what a caller may know that
+    stands for the device, the name, the problem and all strides.
     """
-    addresses, key = [], [name, problem]
-    for tensor in tensors:
-        if tensor is None:
-            key.append(None)
-        else:
-            address = tensor.data_ptr()
-            addresses.append(address)
-            key += (address & 15, tensor.stride())
     device = tensors[0].device.index
-    key = (device, *key)
+    addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
+    if kind is None:
+        kind = (device, name, problem, *[None if tensor is None else tensor.stride() for tensor in tensors])
     remembers = _relaunches and not _hooked()
+    here = (kind, *addresses)
+    call = _calls.get(here) if remembers else None
+    if call is None:
+        call = _prepared(name, here, addresses, tensors, prepare, remembers)
+    if call is not None:
+        function, before, after = call
+        function(*before, stream_of(device), *after)
+
+
+def _prepared(name, here, addresses, tensors, prepare, remembers) -> tuple | None:
+    """What is left to call, now and again at these addresses; None when the kernel was launched in another way."""
+    kind, *_ = here
+    key = (kind, *[address & 15 for address in addresses])
     launch = _launches.get(key) if remembers else None
+    addresses = [address for address, tensor in zip(addresses, tensors, strict=True) if tensor is not None]
     if launch is not None:
         compiled, args = launch.compiled, _with_pointers(launch, addresses)
-        compiled.run(*launch.grid, _stream(device), compiled.function, compiled.packed_metadata, None, None, None, *args)
-        return
+        call = _c_call(compiled, launch.grid, args)
+        if call is None:
+            stream = stream_of(tensors[0].device.index)
+            compiled.run(*launch.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
+        else:
+            _remember(_calls, here, call)
+        return call
     kernel, grid, args, options = prepare()
     compiled = kernel[grid](*args, **options) if grid[0] else None  # to launch nothing is an error
     if remembers and compiled is not None:  # the interpreter compiles nothing
-        if len(_launches) >= MOST:
-            _launches.clear()
         launch = _launch(compiled, grid, args)
         if sum(place.count for place in launch.pointers) != len(addresses):
             raise RuntimeError(f"{name}: {len(addresses)} tensors were named, which are not those among the arguments")
-        _launches[key] = launch
+        _remember(_launches, key, launch)
+    return None
+
+
+def _remember(found: dict, key, value) -> None:
+    if len(found) >= MOST:
+        found.clear()
+    found[key] = value

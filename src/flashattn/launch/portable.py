@@ -105,6 +105,7 @@ def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = _view(q), _view(k), _view(v), _view(out)
     spec, tile = _spec(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views)
+    spec = spec._replace(grouped=False)  # nothing in a forward depends on it
     args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, _scale_log2(problem), spec, tile)
     return attn_fwd, grid, args, _options(config)
 
@@ -142,15 +143,25 @@ def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlen
     return attn_bwd_dq, grid, args, _options(config)
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None):
-    """(out, lse) of attention."""
-    q, k, v = _rows(q), _rows(k), _rows(v)
-    out = torch.empty((*q.shape[:-1], v.shape[-1]), dtype=q.dtype, device=q.device)
-    rows = (q.shape[1], q.shape[0]) if problem.varlen else (q.shape[0], q.shape[2], q.shape[1])
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+def _results(problem: Problem, q):
+    """(out, lse), contiguous and not yet written."""
+    shape, dim, device = q.shape, problem.head_dim_v, q.device
+    if dim == problem.head_dim:  # a faster spelling of the other
+        out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    else:
+        out = torch.empty((*shape[:-1], dim), dtype=q.dtype, device=device)
+    rows = (shape[1], shape[0]) if problem.varlen else (shape[0], shape[2], shape[1])
+    return out, torch.empty(rows, dtype=torch.float32, device=device)
+
+
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, kind=None):
+    """(out, lse) of attention. kind: for a caller that has made this call before, with contiguous rows, what tells it from others."""
+    if kind is None:
+        q, k, v = _rows(q), _rows(k), _rows(v)
+    out, lse = _results(problem, q)
     with _device(q):
         tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors))
+        run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), kind)
     return out, lse
 
 

@@ -2,7 +2,8 @@
 
 from ..dispatch.explain import Explanation, explain
 from . import schemas
+from .again import key_of, known, remember
 from .autograd import attn_fwd
-from .describe import describe
+from .describe import aligned, describe
 
-__all__ = ["Explanation", "attn_fwd", "describe", "explain", "schemas"]
+__all__ = ["Explanation", "aligned", "attn_fwd", "describe", "explain", "key_of", "known", "remember", "schemas"]

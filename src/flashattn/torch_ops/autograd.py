@@ -12,6 +12,8 @@ from functools import partial
 import torch
 from torch.autograd import forward_ad
 
+from . import schemas
+from .again import unheard, wants_gradients
 from .schemas import LIBRARY
 
 _OPTIONS = 10  # arguments of attn_fwd after q, k, v
@@ -42,6 +44,8 @@ def _run(function, operator, *args):
 
 
 def attn_fwd(*args):
+    if not torch.compiler.is_compiling() and unheard(*args[:3]) and not wants_gradients(*args[:3]):
+        return schemas.forward(*args)
     return _run(Attention, torch.ops.flashattn.attn_fwd, *args)
 
 
@@ -80,7 +84,8 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.flashattn.attn_bwd(*args)
+            q, k, lse = args[2], args[3], args[6]
+            return schemas.backward(*args) if unheard(q, k, lse) else torch.ops.flashattn.attn_bwd(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
@@ -106,7 +111,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def forward(*args):
         with torch._C._AutoDispatchBelowAutograd():
-            return torch.ops.flashattn.attn_fwd(*args)
+            return schemas.forward(*args) if unheard(*args[:3]) else torch.ops.flashattn.attn_fwd(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

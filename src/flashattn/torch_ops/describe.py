@@ -23,15 +23,45 @@ def _tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
+@lru_cache(maxsize=4096)
+def _steps_are_aligned(itemsize: int, *shapes_and_strides) -> bool:
+    for shape, strides in zip(shapes_and_strides[::2], shapes_and_strides[1::2], strict=True):
+        *steps, last = strides
+        if last != 1 and shape[-1] > 1:  # the launcher copies it
+            steps = [shape[-1]]
+        else:
+            steps = [step for step, size in zip(steps, shape, strict=False) if size > 1]
+        if not all(step > 0 and step * itemsize % 16 == 0 for step in steps):
+            return False
+    return True
+
+
+def _start(tensor) -> int:
+    """Address of element 0; of a fake tensor, which has none, as if its memory started aligned. A copy will be aligned."""
+    if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return tensor.storage_offset() * tensor.element_size()
+
+
+def aligned(q, k, v) -> bool:
+    """See Problem. A tensor whose last dimension is not contiguous counts as the copy that the launcher makes."""
+    if (_start(q) | _start(k) | _start(v)) & 15:
+        return False
+    return _steps_are_aligned(q.element_size(), q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
+
+
 def describe(
     q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    softmax_scale, window_left, window_right, top_left, deterministic,
+    softmax_scale, window_left, window_right, top_left, deterministic, aligned=False,
 ) -> Problem:  # fmt: skip
-    """The Problem of a call, from its (already checked) tensors."""
+    """The Problem of a call, from its (already checked) tensors. `aligned` is for forwards, since no backward asks."""
     return _problem(
         q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
         softmax_scale, window_left, window_right, top_left, deterministic,
-        q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(), os.environ.get("TRITON_INTERPRET") == "1", *_machine(q.device),
+        q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(), os.environ.get("TRITON_INTERPRET") == "1", aligned, *_machine(q.device),
     )  # fmt: skip
 
 
@@ -39,7 +69,7 @@ def describe(
 def _problem(
     dtype, shape_q, shape_k, head_dim_v, sequences, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic,
-    tf32, interpret, device, capability,
+    tf32, interpret, aligned, device, capability,
 ) -> Problem:  # fmt: skip
     """`sequences` is None in a dense call."""
     varlen = sequences is not None
@@ -66,4 +96,5 @@ def _problem(
         device=device,
         capability=capability,
         interpret=interpret,
+        aligned=aligned,
     )

@@ -9,7 +9,7 @@ import torch
 
 from ..checks import check_cu_seqlens_values
 from ..dispatch.select import launcher, select
-from .describe import describe
+from .describe import aligned, describe
 
 LIBRARY = torch.library.Library("flashattn", "DEF")
 _OPTIONS = (
@@ -24,20 +24,20 @@ LIBRARY.define(
 )
 
 
-def _attn_fwd(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
+def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
     *options, impl = rest
     if cu_seqlens_q is not None:
         check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options)
+    problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v))
     return launcher(select(problem, "forward", impl).launch).forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k)
 
 
-def _attn_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
+def backward(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
     *options, impl, need_dq, need_dk, need_dv = rest
     problem = describe(q, k, head_dim_v, *options)
     cu_seqlens_q, cu_seqlens_k = options[:2]
-    backward = launcher(select(problem, "backward", impl).launch).backward
-    gradients = backward(problem, (need_dq, need_dk, need_dv), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    run = launcher(select(problem, "backward", impl).launch).backward
+    gradients = run(problem, (need_dq, need_dk, need_dv), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
@@ -56,7 +56,7 @@ def _fake_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
     )
 
 
-LIBRARY.impl("attn_fwd", _attn_fwd, "CompositeExplicitAutograd")
-LIBRARY.impl("attn_bwd", _attn_bwd, "CompositeExplicitAutograd")
+LIBRARY.impl("attn_fwd", forward, "CompositeExplicitAutograd")
+LIBRARY.impl("attn_bwd", backward, "CompositeExplicitAutograd")
 torch.library.register_fake("flashattn::attn_fwd", _fake_fwd, lib=LIBRARY)
 torch.library.register_fake("flashattn::attn_bwd", _fake_bwd, lib=LIBRARY)

@@ -14,14 +14,33 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
+def raise_maximum(s_MN, m_M, scale_log2):
+    """The running maximum after a tile of raw scores."""
+    return tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
+
+
+@triton.jit
+def finite_shift(m_M):
+    """What to subtract from scores. A row that has met no key yet, or none with a finite score: any finite shift will do, and
+    -inf - -inf would be NaN.
+    """
+    return tl.where(m_M == float("-inf"), 0.0, m_M)
+
+
+@triton.jit
 def softmax_step(s_MN, m_M, l_M, scale_log2):
     """One tile of raw scores: (p, alpha, m, l), where alpha rescales what was accumulated before this tile."""
-    m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
-    # a row that has met no key yet, or none with a finite score: any finite shift will do, and -inf - -inf would be NaN
-    shift_M = tl.where(m_new_M == float("-inf"), 0.0, m_new_M)
+    m_new_M = raise_maximum(s_MN, m_M, scale_log2)
+    shift_M = finite_shift(m_new_M)
     p_MN = tl.math.exp2(s_MN * scale_log2 - shift_M[:, None])
     alpha_M = tl.math.exp2(m_M - shift_M)
     return p_MN, alpha_M, m_new_M, l_M * alpha_M + tl.sum(p_MN, 1)
+
+
+@triton.jit
+def natural_lse(m_M, l_M):
+    """The natural log-sum-exp of finished rows; a row without a key gives -inf."""
+    return tl.where(l_M == 0.0, float("-inf"), (m_M + tl.math.log2(l_M)) * LN2)
 
 
 @triton.jit
@@ -30,8 +49,7 @@ def finish(acc_MV, m_M, l_M):
     empty_M = l_M == 0.0
     inverse_M = tl.div_rn(1.0, tl.where(empty_M, 1.0, l_M))  # plain division is off by 2 ulp, this and the product by 1
     out_MV = tl.where(empty_M[:, None], 0.0, acc_MV * inverse_M[:, None])
-    lse_M = tl.where(empty_M, float("-inf"), (m_M + tl.math.log2(l_M)) * LN2)
-    return out_MV, lse_M
+    return out_MV, natural_lse(m_M, l_M)
 
 
 @triton.jit

@@ -1,0 +1,252 @@
+"""What a warpgroup does with a block of keys: products in flight, mask, softmax.
+
+Legend as in forward.py. The surprising fact: in a step, S of this block and P V of the one before are both in flight, and the softmax of S
+runs beside P V. So the loop carries P. Method: Shah et al. 2024 (FlashAttention-3), algorithms 1 and 2.
+"""
+
+from typing import NamedTuple
+
+from ..common.mask import keep_mask
+from ..common.score import score
+from ..common.softmax import finite_shift, raise_maximum
+from .channel import EMPTY_K, EMPTY_V, TURN, WARPGROUP, arrive, sync
+from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
+from .layouts import ROWS, accumulator, operand, rows_of, shared
+
+SLACK = gl.constexpr(8.0)  # powers of two that a score may lie above the maximum in use
+PAIR = gl.constexpr(256)  # threads at a turn: the warpgroup that had it and the next
+
+
+class Call(NamedTuple):
+    """What of the call a warpgroup has to know, for any tile."""
+
+    total_q: object
+    heads_q: object
+    left: object
+    right: object
+    scale_log2: object
+
+
+@gluon.jit
+def start_scores(q, k, slot, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
+    """Q K^T of a block, in flight."""
+    PARTS: gl.constexpr = TILE.d // TILE.part_d
+    WIDTH: gl.constexpr = TILE.part_d
+    N: gl.constexpr = TILE.n
+    DTYPE: gl.constexpr = q.tiles.dtype
+    s_MN = gl.zeros([ROWS, N], gl.float32, accumulator(N))
+    for part in gl.static_range(PARTS):
+        q_MD = reinterpret(q.tiles.index(WARPGROUP_ID * PARTS + part), DTYPE, [ROWS, WIDTH], shared(WIDTH, 2))
+        k_ND = reinterpret(k.tiles.index(slot * PARTS + part), DTYPE, [N, WIDTH], shared(WIDTH, 2))
+        s_MN = warpgroup_mma(q_MD, k_ND.permute((1, 0)), s_MN, use_acc=part > 0, is_async=True)
+    return s_MN
+
+
+@gluon.jit
+def start_values(p_MN, v, slot, acc_MV, TILE: gl.constexpr):
+    """acc + P V of a block, in flight."""
+    N: gl.constexpr = TILE.n
+    WIDTH: gl.constexpr = TILE.dv
+    v_NV = reinterpret(v.tiles.index(slot), v.tiles.dtype, [N, WIDTH], shared(WIDTH, 2))
+    return warpgroup_mma(p_MN, v_NV, acc_MV, is_async=True)
+
+
+@gluon.jit
+def masked(s_MN, q_pos_M, n0, rows_k, call, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """Scores of the block at key n0, -inf where the mask says no.
+
+    Asked in groups of 8 columns, each with a diagonal of its own: a thread then needs the numbers of two columns in registers, not of all
+    its 32, which the compiler would keep from tile to tile.
+    """
+    GROUPS: gl.constexpr = TILE.n // 8
+    s_MGC = s_MN.reshape([ROWS, GROUPS, 8])
+    LAYOUT: gl.constexpr = s_MGC.type.layout
+    first_G = n0 + 8 * gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    column_C = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
+    q_pos_MG = gl.convert_layout(q_pos_M, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None] - first_G[None, :]
+    if SPEC.ragged or SPEC.left:  # a tile without keys may visit a block past the last key if there is a left limit
+        left_G = rows_k - gl.convert_layout(first_G, gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))
+        inside_GC = gl.convert_layout(column_C, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))[None, :] < left_G[:, None]
+    else:
+        inside_GC = gl.full([GROUPS, 8], True, gl.int1, gl.SliceLayout(0, LAYOUT))
+    column_MC = column_C[None, :]
+    keep = keep_mask(q_pos_MG[:, :, None], column_MC[:, None, :], inside_GC[None, :, :], call.left, call.right, SPEC)
+    return gl.convert_layout(gl.where(keep, s_MGC, float("-inf")).reshape([ROWS, 8 * GROUPS]), s_MN.type.layout)
+
+
+@gluon.jit
+def pin(x):
+    """x, which now must be computed before whatever waits next: a store that needs it, and that never happens.
+
+    Without it the compiler sinks the row maximum below the wait for P V, and both stand still.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.eq.b32 p, $1, 0x7fabcdef; @p st.shared.b32 [a], $1; mov.b32 $0, $1; }",
+        "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def partial_sums(p_MN, TILE: gl.constexpr):
+    """Row sums as far as one thread has the elements: [M, 8]. The rest of the sum waits for the end of the tile."""
+    GROUPS: gl.constexpr = TILE.n // 8
+    return gl.sum(p_MN.reshape([ROWS, GROUPS, 8]), 1)
+
+
+@gluon.jit
+def carried(p_MN, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """Probabilities as the loop carries them, in 16 bits: as an operand, or two columns to a number, [M, N / 2]."""
+    PAIRS: gl.constexpr = TILE.n // 2
+    if TILE.paired:
+        CONVERT: gl.constexpr = "cvt.rn.bf16x2.f32 $0, $2, $1;" if gl.bfloat16 == DTYPE else "cvt.rn.f16x2.f32 $0, $2, $1;"
+        even, odd = p_MN.reshape([ROWS, PAIRS, 2]).split()
+        p = gl.inline_asm_elementwise(CONVERT, "=r,f,f", [even, odd], dtype=gl.int32, is_pure=True, pack=1)
+    else:
+        p = gl.convert_layout(p_MN.to(DTYPE), operand(TILE.dv))
+    return p
+
+
+@gluon.jit
+def as_operand(p, DTYPE: gl.constexpr, TILE: gl.constexpr):
+    """What `carried` gave, in the registers where a product wants it."""
+    N: gl.constexpr = TILE.n
+    if TILE.paired:
+        even, odd = gl.inline_asm_elementwise("mov.b32 {$0, $1}, $2;", "=h,=h,r", [p], dtype=(gl.int16, gl.int16), is_pure=True, pack=1)
+        p_MN = gl.join(even.to(DTYPE, bitcast=True), odd.to(DTYPE, bitcast=True)).reshape([ROWS, N])
+        p_MN = gl.convert_layout(p_MN, operand(TILE.dv))
+    else:
+        p_MN = p
+    return p_MN
+
+
+@gluon.jit
+def clear_past(v, slot, rows, TILE: gl.constexpr):
+    """Zero the rows of a block of V from `rows` on: they belong to the next sequence, and a probability of 0 would keep their NaN.
+
+    Every warpgroup does it for itself; what exists is written as it was read.
+    """
+    WIDTH: gl.constexpr = 64
+    PARTS: gl.constexpr = TILE.dv // WIDTH
+    N: gl.constexpr = TILE.n
+    LAYOUT: gl.constexpr = rows_of(WIDTH, 4)
+    columns = reinterpret(v.tiles.index(slot), v.tiles.dtype, [PARTS, N, WIDTH], shared(WIDTH, 2))
+    exists_N = gl.arange(0, N, gl.SliceLayout(1, LAYOUT)) < rows
+    for part in gl.static_range(PARTS):
+        tile = columns.index(part).load(LAYOUT)
+        columns.index(part).store(gl.where(exists_N[:, None], tile, gl.zeros_like(tile)))
+    fence_async_shared()
+    barrier()
+
+
+@gluon.constexpr_function
+def rescale(count):
+    """(PTX, constraints) of $0.. = $count.. times $2count.., count numbers of two rows, for a warp whose factors are not all 1."""
+    first, second = f"${2 * count}", f"${2 * count + 2}"  # an accumulator has two neighbours of a row, two of the other, and so on
+    ask = f"setp.neu.f32 p, {first}, 0f3F800000; setp.neu.or.f32 p, {second}, 0f3F800000, p; vote.sync.any.pred p, p, 0xffffffff;"
+    moves = "".join(f"mov.b32 ${i}, ${count + i};" for i in range(count))
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count))
+    return f"{{ .reg .pred p; {ask} {moves} @!p bra DONE; {products} DONE: }}", ",".join(["=&f"] * count + ["f"] * 2 * count)
+
+
+@gluon.jit
+def rescaled(acc_MV, alpha_M, TILE: gl.constexpr):
+    """acc with its rows multiplied. A branch of a warp inside one instruction, because one of Triton's would be of the whole warpgroup."""
+    COUNT: gl.constexpr = TILE.dv // 2  # numbers of a thread
+    PTX: gl.constexpr = rescale(COUNT)
+    alpha_MV = gl.convert_layout(alpha_M, gl.SliceLayout(1, accumulator(TILE.dv)))[:, None]
+    if TILE.lazy:
+        acc_MV = gl.inline_asm_elementwise(PTX[0], PTX[1], [acc_MV, alpha_MV], dtype=gl.float32, is_pure=True, pack=COUNT)
+    else:
+        acc_MV = acc_MV * alpha_MV
+    return acc_MV
+
+
+@gluon.jit
+def unseen_blocks(position, blocks, hi, call, TILE: gl.constexpr):
+    """How many of a tile's blocks, from the last one on, lie right of the diagonal for all rows of a warpgroup. The first has one to visit.
+
+    Behind them a diagonal that is aligned to 64 crosses one block of a warpgroup's, whatever the extent of the tile.
+    """
+    end = (position + ROWS + call.right + TILE.n - 1) // TILE.n * TILE.n
+    return gl.minimum(gl.maximum((hi - end) // TILE.n, 0), blocks - 1)
+
+
+@gluon.jit
+def skip_block(k, v, use, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
+    """Gives a block back unread. It must have come: the slot may still be on its way to the readers of the block before."""
+    READERS: gl.constexpr = WARPGROUP * TILE.consumers + 32
+    slot = use % TILE.stages
+    full = (use // TILE.stages) & 1
+    mbarrier.wait(k.full.index(slot), full)
+    if TILE.pingpong:
+        sync(TURN + WARPGROUP_ID, PAIR)
+        arrive(TURN + (WARPGROUP_ID + 1) % TILE.consumers, PAIR)
+    arrive(EMPTY_K + slot, READERS)
+    mbarrier.wait(v.full.index(slot), full)
+    arrive(EMPTY_V + slot, READERS)
+
+
+@gluon.jit
+def first_block(q, k, v, use, block, q_pos_M, task, call, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """(p, m, l) of the first block that a warpgroup visits, the `block`-th from the last; its product with V not yet started."""
+    slot = use % TILE.stages
+    full = (use // TILE.stages) & 1
+    hi = task.hi - block * TILE.n
+    mbarrier.wait(k.full.index(slot), full)
+    if TILE.pingpong:
+        sync(TURN + WARPGROUP_ID, PAIR)
+    s_MN = start_scores(q, k, slot, WARPGROUP_ID, TILE)
+    if TILE.pingpong:
+        arrive(TURN + (WARPGROUP_ID + 1) % TILE.consumers, PAIR)
+    s_MN = score(warpgroup_mma_wait(0, deps=(s_MN,)), SPEC)
+    arrive(EMPTY_K + slot, WARPGROUP * TILE.consumers + 32)
+    if SPEC.ragged or SPEC.left or SPEC.right:
+        s_MN = masked(s_MN, q_pos_M, hi - TILE.n, task.rows_k, call, SPEC, TILE)
+    m_M = raise_maximum(s_MN, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n))), call.scale_log2)
+    p_MN = gl.exp2(s_MN * call.scale_log2 - finite_shift(m_M)[:, None])
+    if SPEC.varlen:
+        if hi > task.rows_k:
+            mbarrier.wait(v.full.index(slot), full)
+            clear_past(v, slot, TILE.n + task.rows_k - hi, TILE)
+    return carried(p_MN, v.tiles.dtype, TILE), m_M, partial_sums(p_MN, TILE)
+
+
+@gluon.jit
+def next_block(
+    p, m_M, l_MC, acc_MV, q, k, v, use, block, q_pos_M, task, call,
+    WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Adds P V of the block before to acc, and makes (p, m, l) of this one meanwhile."""
+    READERS: gl.constexpr = WARPGROUP * TILE.consumers + 32
+    slot = use % TILE.stages
+    slot_v = (use - 1) % TILE.stages
+    mbarrier.wait(k.full.index(slot), (use // TILE.stages) & 1)
+    if TILE.pingpong:
+        sync(TURN + WARPGROUP_ID, PAIR)
+    s_MN = start_scores(q, k, slot, WARPGROUP_ID, TILE)
+    mbarrier.wait(v.full.index(slot_v), ((use - 1) // TILE.stages) & 1)
+    p_MN = as_operand(p, v.tiles.dtype, TILE)
+    acc_MV = start_values(p_MN, v, slot_v, acc_MV, TILE)
+    if TILE.pingpong:
+        arrive(TURN + (WARPGROUP_ID + 1) % TILE.consumers, PAIR)
+    s_MN = score(warpgroup_mma_wait(1, deps=(s_MN,)), SPEC)
+    if not TILE.pinned:
+        arrive(EMPTY_K + slot, READERS)
+    if TILE.mask_loop:
+        if (block < task.full_from) | (block >= task.full_to):
+            s_MN = masked(s_MN, q_pos_M, task.hi - (block + 1) * TILE.n, task.rows_k, call, SPEC, TILE)
+    m_new_M = raise_maximum(s_MN, m_M, call.scale_log2)
+    if TILE.lazy:
+        m_new_M = gl.where(m_new_M - m_M > SLACK, m_new_M, m_M)
+    if TILE.pinned:
+        m_new_M = pin(m_new_M)
+        arrive(EMPTY_K + slot, READERS)
+    shift_M = finite_shift(m_new_M)
+    alpha_M = gl.exp2(m_M - shift_M)
+    next_p_MN = gl.exp2(s_MN * call.scale_log2 - shift_M[:, None])
+    sums_MC = partial_sums(next_p_MN, TILE)
+    l_MC = l_MC * gl.convert_layout(alpha_M, gl.SliceLayout(1, sums_MC.type.layout))[:, None] + sums_MC
+    acc_MV, p_MN = warpgroup_mma_wait(0, deps=(acc_MV, p_MN))
+    arrive(EMPTY_V + slot_v, READERS)
+    acc_MV = rescaled(acc_MV, alpha_M, TILE)
+    return carried(next_p_MN, v.tiles.dtype, TILE), m_new_M, l_MC, acc_MV

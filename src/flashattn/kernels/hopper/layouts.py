@@ -1,0 +1,59 @@
+"""Where the elements of tiles live, in registers and in shared memory, and what of a launch is known at compile time.
+
+The surprising facts: a 16-bit accumulator of wgmma and its register operand A have the same elements in the same threads, so the
+probabilities of one product become the operand of the next for free; and each 64 columns of a 128-byte-swizzled tile are contiguous, so a
+tile can be seen as a stack of narrower ones.
+"""
+
+from typing import NamedTuple
+
+from .gluon import gl, gluon
+
+ROWS = gl.constexpr(64)  # query rows of a warpgroup: the M of wgmma
+
+
+class Tile(NamedTuple):
+    """Extents and variants of the kernel, a constexpr. Blocks are powers of two but for `d`, the sum of equal parts that are."""
+
+    consumers: int  # warpgroups, each with 64 query rows
+    n: int  # keys of a block
+    d: int
+    part_d: int
+    dv: int
+    head_dim_v: int
+    stages: int  # slots for blocks of K, and of V
+    registers: int  # of a thread of a consumer
+    load_registers: int  # of a thread of the loading warp
+    pingpong: bool  # warpgroups take turns at issuing products, so that one's softmax runs beside another's products
+    pinned: bool  # the row maximum is made before the wait for P V
+    paired: bool  # probabilities are carried as pairs, which keeps the compiler from taking them apart
+    lazy: bool  # the maximum follows only by steps of more than 2^8, so that out is seldom rescaled
+    tickets: bool  # tiles are drawn from a counter; otherwise each program takes every n-th
+    lead: int  # blocks of a tile, 0 to 2, that are still to be loaded when the next tile is drawn
+    alias: bool  # out leaves through the memory of q
+    mask_loop: bool  # more than the first block of a tile may need a mask
+
+
+@gluon.constexpr_function
+def accumulator(columns):
+    """Registers of a [64, columns] product of 16-bit operands."""
+    return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 16])
+
+
+@gluon.constexpr_function
+def operand(columns):
+    """Registers of a 16-bit operand A of a product with `columns` columns."""
+    return gl.DotOperandLayout(0, accumulator(columns), 2)
+
+
+@gluon.constexpr_function
+def shared(width, rank):
+    """Shared memory of a 16-bit tile whose rows have `width` elements, as TMA writes it (rank 4) and wgmma reads it (rank 2)."""
+    return gl.NVMMASharedLayout(min(128, 2 * width), 16, rank)
+
+
+@gluon.constexpr_function
+def rows_of(width, warps):
+    """Registers of a tile that threads read and write 16 bytes at a time, rows contiguous."""
+    across = min(32, width // 8)
+    return gl.BlockedLayout([1, 8], [32 // across, across], [warps, 1], [1, 0])

@@ -1,0 +1,163 @@
+"""Launches the Hopper kernels: tensor maps, the number of programs, the counter that they draw tiles from.
+
+The surprising fact: a packed tensor is a dense one of one batch entry here. Its sequences are told apart by rows, which a tensor map can't
+do, so what arrives of the next sequence is masked and what would be written there is written without a tensor map.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from functools import lru_cache, partial
+from threading import Lock
+
+import torch
+
+from ..dispatch.configs.hopper import HopperConfig
+from ..dispatch.table import hopper_padded, hopper_rows
+from ..kernels.hopper.forward import attn_fwd_hopper
+from ..kernels.hopper.gluon import TensorDescriptor
+from ..kernels.hopper.layouts import Tile, shared
+from ..kernels.structs import Seqlens
+from ..problem import Problem
+from .cache import run, stream_of
+from .portable import WAVE_BYTES, _results, _rows, _scale_log2, _spec, _totals
+
+REGISTERS = {2: (232, 40, 168), 3: (160, 32, 128)}  # consumers: registers of theirs, of the loading warp, of any thread at the start
+SHARED_MEMORY = 227 * 1024
+BARRIERS = 512  # bytes, more than enough
+STREAMS = 1024  # of a device that have a counter; more get a fresh one at every launch
+
+_rows_of = lru_cache(maxsize=1024)(hopper_rows)
+_layout = lru_cache(maxsize=16)(shared)
+
+
+def _part(d: int, varlen: bool) -> int:
+    """Q and K come in parts of equal width, a power of two. Halves of 256 are for the compiler: dense calls spill without, packed with."""
+    if d & (d - 1):
+        return d // 3
+    return d if varlen else min(d, 128)
+
+
+def _mask_is_first(problem: Problem) -> bool:
+    """Whether only the first block that a warpgroup visits needs a mask: see unseen_blocks."""
+    if problem.window_left is not None:
+        return False
+    if problem.window_right is None:
+        return True
+    return not problem.varlen and (problem.diagonal() + problem.window_right) % 64 == 0
+
+
+@lru_cache(maxsize=1024)
+def _tile(problem: Problem, config: HopperConfig) -> Tile:
+    d, dv = hopper_padded(problem)
+    registers, load_registers, _ = REGISTERS[config.consumers]
+    elements = config.block_m * (d + dv) + config.num_stages * config.block_n * (d + dv)
+    return Tile(
+        consumers=config.consumers,
+        n=config.block_n,
+        d=d,
+        part_d=_part(d, problem.varlen),
+        dv=dv,
+        head_dim_v=problem.head_dim_v if problem.varlen else 0,
+        stages=config.num_stages,
+        registers=registers,
+        load_registers=load_registers,
+        pingpong=config.pingpong,
+        pinned=config.pinned,
+        paired=config.paired,
+        lazy=config.lazy,
+        tickets=config.tickets,
+        lead=config.lead,
+        alias=2 * elements + BARRIERS > SHARED_MEMORY,
+        mask_loop=not _mask_is_first(problem) or (config.consumers == 3 and problem.seqlen_k % config.block_n != 0),
+    )
+
+
+def _descriptor(tensor, rows: int, width: int) -> TensorDescriptor:
+    """Boxes of `rows` rows and `width` elements of one head. The stride of a dimension of one thing is never used, but must do."""
+    if tensor.dim() == 3:
+        tensor = tensor.unsqueeze(0)
+    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, width], _layout(width, 4))
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
+
+
+@lru_cache(maxsize=64)
+def _zeros(device: torch.device) -> list[torch.Tensor]:
+    """Pairs of zeros that live as long as the process, each aligned as any allocation is, for Triton compiles another kernel otherwise.
+
+    Made by a thread of its own, which has the device's default stream and none of the memory pools that may be in use where this is called
+    from: what lies in the pool of a CUDA graph is overwritten by other graphs.
+    """
+
+    def make():
+        with torch.cuda.device(device):
+            fours = torch.zeros(STREAMS, 4, dtype=torch.int32, device=device)
+            torch.cuda.current_stream().synchronize()
+        return list(fours.unbind())
+
+    with ThreadPoolExecutor(max_workers=1) as thread:
+        return thread.submit(make).result()
+
+
+_counters: dict[tuple[int, int], torch.Tensor] = {}
+_counters_lock = Lock()
+
+
+def _counter(device: torch.device) -> torch.Tensor:
+    """Two zeros, which a launch leaves as zeros: one pair a stream, since launches on one stream follow each other.
+
+    A graph that is being captured gets a pair of its own, made zero in the graph: it may be replayed on any stream.
+    """
+    if torch.cuda.is_current_stream_capturing():
+        return torch.zeros(2, dtype=torch.int32, device=device)
+    key = device.index, stream_of(device.index)
+    counter = _counters.get(key)
+    if counter is None:
+        with _counters_lock:
+            used = sum(index == device.index for index, _ in _counters)
+            if used == STREAMS:
+                return torch.zeros(2, dtype=torch.int32, device=device)
+            counter = _counters.setdefault(key, _zeros(device)[used])
+    return counter
+
+
+def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter):
+    """(kernel, grid, arguments, options): what `forward` launches and what is compiled ahead of time in tests."""
+    tile = _tile(problem, config)
+    spec = _spec(problem, problem.seqlen_k % config.block_n != 0)._replace(grouped=False)  # nothing here depends on it
+    totals = _totals(problem)
+    lanes = problem.heads_q * (1 if problem.varlen else problem.batch)
+    slots = totals[0] // config.block_m + problem.batch + 1 if problem.varlen else -(-totals[0] // config.block_m)
+    walked = max(1, problem.seqlen_k * problem.itemsize * (problem.head_dim + problem.head_dim_v))
+    wave = min(max(WAVE_BYTES // walked * problem.group, config.heads), lanes)
+    window = problem.window_left or 0, problem.window_right or 0
+    args = (
+        _descriptor(q, 64, tile.part_d), _descriptor(k, tile.n, tile.part_d), _descriptor(v, tile.n, tile.dv),
+        out if problem.varlen else _descriptor(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
+        counter if tile.tickets else None, *totals, problem.batch, problem.heads_q, problem.group,
+        slots, lanes, wave, slots * wave, slots * lanes, *window,
+        _scale_log2(problem), spec, tile,
+    )  # fmt: skip
+    options = {"num_warps": 4, "maxnreg": REGISTERS[config.consumers][2], "enable_fp_fusion": True}
+    return attn_fwd_hopper, (min(_multiprocessors(q.device), slots * lanes),), args, options
+
+
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, kind=None):
+    """(out, lse) of attention. kind: see portable.forward."""
+    device = q.device
+    if device.index != torch.cuda.current_device():
+        with torch.cuda.device(device):
+            return forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, kind)
+    if kind is None:
+        q, k, v = _rows(q), _rows(k), _rows(v)
+    out, lse = _results(problem, q)
+    if k.numel() == 0:  # a tensor map of nothing can't be made
+        return out.zero_(), lse.fill_(float("-inf"))
+    if out.numel() > 0:
+        config = _rows_of(problem)["forward"]
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, _counter(device) if config.tickets else None)
+        run("hopper", problem, tensors, partial(forward_launch, problem, config, *tensors), kind)
+    return out, lse
