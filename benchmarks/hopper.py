@@ -173,12 +173,13 @@ def time_rows(dims, lengths, variants, rounds: int, warm: bool, masks: str) -> N
                         calls[name] = Call(run)
                     else:
                         print(f"d{dim} {length} causal={causal} {name}: WRONG {error:.1e}", flush=True)
+                        table.setdefault(name, []).append(float("nan"))
                 torch.cuda.synchronize()
                 if not warm:
                     for name, sample in interleave(calls, CudaClock(), rounds).items():
                         table.setdefault(name, []).append(workload.flops("fwd") / sample.median / 1e9)
             for name, speeds in table.items():
-                ratios = " / ".join(f"{speed / peer:.2f}" for speed, peer in zip(speeds, table["cudnn"], strict=False))
+                ratios = " / ".join(f"{speed / peer:.2f}" for speed, peer in zip(speeds, table["cudnn"], strict=True))
                 figures = " / ".join(f"{speed:.0f}" for speed in speeds)
                 print(f"d{dim} {'causal' if causal else 'open':6} {name:32} {figures:20} TFLOP/s, x cudnn {ratios}", flush=True)
 

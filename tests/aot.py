@@ -78,7 +78,6 @@ class Compiled:
         if self.spill_stores or self.spill_loads:  # a few bytes of stack without either hold no spilled register
             spills = f"{self.spill_stores} bytes of spill stores, {self.spill_loads} of spill loads"
             found.append(f"{self.name} on sm_{self.cc} has {spills} and a stack of {self.stack} bytes")
-        found += [f"{self.name} on sm_{self.cc}: {warning}" for warning in self.warnings]
         return found
 
 

@@ -8,6 +8,7 @@ from itertools import permutations
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashattn import api, attention
@@ -145,6 +146,28 @@ def test_who_listens_hears_the_operator():
     assert torch.equal(mapped[:, 0], expected)
     with torch.autocast("cuda", torch.float16):
         assert attention(q, k, v).dtype == torch.float16
+
+
+def test_what_is_asked_of_torch_is_there():
+    """Private names, of which a CPU asks none: it stops at is_cuda."""
+    names = ("_len_torch_dispatch_stack", "_is_torch_function_mode_enabled", "_are_functorch_transforms_active", "_get_tracing_state")
+    assert all(callable(getattr(torch._C, name)) for name in names) and callable(torch._C._autograd._profiler_enabled)
+    assert forward_ad._current_level == -1
+
+
+@gpu
+def test_a_tensor_that_is_negated_lazily():
+    """x.conj().imag shares memory with x and is to be read with the other sign, which the dispatcher sees to."""
+    q, k, v, dout = (torch.randn(2, 100, 4, 1, dtype=torch.complex64, device="cuda").conj().imag for _ in range(4))
+    assert q.is_neg()
+    expected = attention(q.clone(), k.clone(), v.clone())
+    for _ in range(3):
+        torch.testing.assert_close(attention(q, k, v), expected)
+    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+    wanted = torch.autograd.grad(attention(*leaves), leaves, dout.clone())
+    found = torch.autograd.grad(attention(*leaves), leaves, dout)
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y)
 
 
 @gpu

@@ -4,7 +4,6 @@ The surprising fact: a C75xx warning of ptxas is a defect here. It means that pr
 for each other, a loss of a third, and nothing else shows it.
 """
 
-import importlib.metadata
 from dataclasses import replace
 
 import pytest
@@ -13,12 +12,10 @@ from aot import Job
 from flashattn.dispatch.configs import hopper
 from flashattn.dispatch.table import hopper_rows
 from flashattn.problem import Problem
+from test_compile import CHOSEN_UNDER, TRITON
 
 pytestmark = pytest.mark.compile_only
 OURS = set(range(5, 16))  # hardware barriers of kernels/hopper/channel.py
-# Spilled by Triton 3.9's ptxas alone: at most 7 words a tile, outside its loop.
-FEW = {(192, 128, "ragged"), (192, 128, "ragged-negative"), (256, 256, "packed-window")}
-OLDEST = importlib.metadata.version("triton").startswith("3.6.")
 
 PROBLEM = Problem("bfloat16", 2, 2048, 2048, 8, 8, 64, 64, 0.1, capability=(9, 0))
 VARIANTS = {
@@ -55,8 +52,11 @@ def jobs() -> list[Job]:
 
 @pytest.mark.parametrize("job", jobs(), ids=str)
 def test_a_shipped_row_compiles_fits_and_spills_nothing(job, compiled):
-    few = job.args in FEW and not OLDEST and compiled.spill_stores <= 28
-    assert replace(compiled, **{"spill_stores": 0, "spill_loads": 0} if few else {}).problems() == []
+    problems = compiled.problems()
+    if problems and TRITON not in CHOSEN_UNDER and replace(compiled, spill_stores=0, spill_loads=0).problems() == []:
+        pytest.xfail(f"rows were chosen under Triton {', '.join(CHOSEN_UNDER)}, and with this one: {problems[0]}")
+    assert problems == []
+    assert compiled.warnings == ()
     assert not compiled.barriers & OURS, "Triton took a hardware barrier that these kernels use"
     assert compiled.barriers, "not recognised in PTX: then the line above says nothing"
 

@@ -81,6 +81,37 @@ def test_head_dims(dims):
 
 @gpu
 @on_hopper
+@pytest.mark.parametrize("lengths", [(4100, 4100), (4096, 4093), (4096, 4096)], ids=str)
+@pytest.mark.parametrize("mask", [{"causal": True}, {"causal": "top-left"}, {"window": (None, 37)}, {"window": (None, 64)}], ids=str)
+def test_long_sequences_have_tiles_of_their_own(lengths, mask):
+    forward(dense(*lengths, batch=1, heads=2, heads_kv=1, dim=64, **BFLOAT16), **mask)
+
+
+@gpu
+@on_hopper
+@pytest.mark.parametrize("limit", [37, 64])
+@pytest.mark.parametrize("dim", [64, 128, 256])
+def test_a_right_limit_alone(dim, limit):
+    forward(dense(512, batch=2, heads=2, dim=dim, **BFLOAT16), window=(None, limit))
+
+
+@gpu
+@on_hopper
+def test_more_than_one_wave_of_heads():
+    forward(dense(2048, batch=3, heads=16, dim=128, **BFLOAT16), causal=True)
+
+
+@gpu
+@on_hopper
+def test_a_head_dim_narrower_than_its_step():
+    data = dense(301, 703, batch=2, heads=4, heads_kv=2, dim=24, **BFLOAT16)
+    data = data.with_(q=data.q[..., :20], k=data.k[..., :20])
+    assert explain(data.q, data.k, data.v).kernels["forward"] == "hopper"
+    forward(data, causal=True)
+
+
+@gpu
+@on_hopper
 @pytest.mark.parametrize("dim", [64, 128])
 def test_float16(dim):
     forward(dense(300, 512, batch=2, heads=4, dim=dim, **FLOAT16))

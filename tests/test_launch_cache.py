@@ -298,7 +298,7 @@ def test_the_c_function_gets_what_tritons_launcher_gives_it(described, launcher_
     args = (12345, 7, *([cache.Described(160, descriptor)] if described else []))
     compiled = SimpleNamespace(run=launcher, function="function", packed_metadata="packed")
     launcher(5, 1, 1, "stream", "function", "packed", None, None, None, *args)
-    function, before, after = cache._c_call(compiled, (5, 1, 1), args)
+    function, before, after, _ = cache._c_call(compiled, (5, 1, 1), args)
     function(*before, "stream", *after)
     assert len(called) == 2 and called[0] == called[1] and "stream" in called[0]
     assert not described or "map" in str(called[0])

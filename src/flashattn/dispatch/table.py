@@ -17,9 +17,10 @@ from .configs import Config, hopper, portable, sm90
 DIRECTIONS = ("forward", "backward")
 TABLES = {(9, 0): sm90.ROWS}  # by the capability of NVIDIA GPUs
 OLDEST_CAPABILITY = (8, 0)
-HOPPER = (9, 0)
+HOPPER, HOPPER_TILE = (9, 0), 192
 MOST_ROWS = 1 << 30  # whose positions, shifted by the limits of a window, fit 32 bits
-MOST_LANES = 1 << 31  # rows times heads
+MOST_LANES = 1 << 30  # rows times heads, or tiles times heads
+GLUON = (3, 6), (3, 9)  # versions of Triton whose Gluon was read; it is experimental and changes its names
 D_TILES, DV_TILES = (64, 96, 128, 192, 256), (64, 128, 256)  # of the Hopper kernels: head dims of queries and keys, and of values
 
 
@@ -100,25 +101,39 @@ def portable_padded(problem: Problem) -> tuple[int, int]:
     return padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
 
 
+@lru_cache(maxsize=1)
+def gluon_reasons() -> list[str]:
+    try:
+        triton = version("triton")
+    except PackageNotFoundError:  # none, or a build under another name
+        return []
+    if GLUON[0] <= tuple(map(int, triton.split(".")[:2])) <= GLUON[1]:
+        return []
+    return [f"Triton {triton}: the Gluon of {'.'.join(map(str, GLUON[0]))} to {'.'.join(map(str, GLUON[1]))} is known"]
+
+
 def hopper_reasons(problem: Problem, direction: str) -> list[str]:
     found = []
     if find_spec("triton") is None:
         found.append("triton is not installed")
+    found += gluon_reasons()
     if problem.interpret:
         found.append("Gluon has no interpreter: unset TRITON_INTERPRET")
     if problem.device != "cuda" or problem.capability != HOPPER:
-        where = repr(problem.device) if problem.capability is None else "compute capability {}.{}".format(*problem.capability)
-        found.append(f"{where}: made of instructions that only CUDA devices of compute capability 9.0 have")
+        where = repr(problem.device) if problem.capability is None else "one of {}.{}".format(*problem.capability)
+        found.append(f"made for CUDA devices of compute capability 9.0 (H100, H200), and this is {where}")
     if problem.dtype not in ("float16", "bfloat16"):
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
     if not problem.aligned:
         found.append("TMA can't address rows that aren't aligned to 16 bytes, nor expanded dimensions")
     if problem.head_dim_v % 8:
         found.append(f"head_dim_v {problem.head_dim_v}: rows of out would not be aligned to 16 bytes")
-    if (problem.total_q if problem.varlen else problem.batch * problem.seqlen_q) * problem.heads_q > MOST_LANES:
+    rows = problem.total_q + problem.batch if problem.varlen else problem.batch * problem.seqlen_q
+    if rows * problem.heads_q > MOST_LANES:
         found.append(f"more than {MOST_LANES} rows of all heads: they are counted in 32 bits")
-    if max(problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k) > MOST_ROWS:
-        found.append(f"more than {MOST_ROWS} rows: positions are 32-bit sums")
+    most = MOST_ROWS - 2 * HOPPER_TILE  # what is asked of the end of a tile may lie a tile of queries and a block of keys further
+    if max(problem.seqlen_q, problem.seqlen_k, problem.total_q, problem.total_k) > most:
+        found.append(f"more than {most} rows: positions are 32-bit sums")
     return found
 
 
@@ -128,8 +143,9 @@ def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig]:
     size = 64 if largest <= 64 else 128 if problem.head_dim <= 192 and problem.head_dim_v <= 128 else 256
     masked = (problem.window_left, problem.window_right) != (None, None)
     kind = "packed" if problem.varlen else "masked" if masked else "open"
-    if kind == "masked" and size == 64 and problem.window_left is None and problem.seqlen_q >= hopper.LONG:
-        kind = "long"
+    special = "window" if problem.window_left is not None else "long" if problem.seqlen_q >= hopper.LONG else kind
+    if kind == "masked" and ("forward", size, special) in hopper.ROWS:
+        kind = special
     return {"forward": hopper.ROWS["forward", size, kind]}
 
 

@@ -55,6 +55,7 @@ class Launch(NamedTuple):
 
 _launches: dict[tuple, Launch] = {}
 _calls: dict[tuple, tuple] = {}  # by the addresses too: an allocator gives the same ones again and again
+_met: dict[tuple, bool] = {}  # addresses that came once
 _relaunches = KNOWN[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= KNOWN[1]
 
 
@@ -97,7 +98,7 @@ def _hooked() -> bool:
 
 
 def _c_call(compiled, grid, args) -> tuple | None:
-    """(function, arguments before the stream, after it): what Triton's launcher does in the end, with tensor maps made of the descriptors.
+    """(function, arguments before the stream, after it, the compiled kernel): what Triton's launcher ends in, with tensor maps made.
 
     Taken from the launcher itself, with a stand-in in the place of the C function that it calls. None if it isn't built as it was read.
     """
@@ -117,7 +118,7 @@ def _c_call(compiled, grid, args) -> tuple | None:
         launcher.launch = FunctionType(inner.__code__, inner.__globals__, closure=tuple(cells.values()))
     launcher(*grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
     before = next((place for place, x in enumerate(taken) if x is stream), None)
-    return None if before is None else (function, taken[:before], taken[before + 1 :])
+    return None if before is None else (function, taken[:before], taken[before + 1 :], compiled)  # which unloads its code when it dies
 
 
 def run(name: str, problem, tensors, prepare: Callable[[], tuple], kind=None) -> None:
@@ -136,7 +137,7 @@ def run(name: str, problem, tensors, prepare: Callable[[], tuple], kind=None) ->
     if call is None:
         call = _prepared(name, here, addresses, tensors, prepare, remembers)
     if call is not None:
-        function, before, after = call
+        function, before, after, _ = call
         function(*before, stream_of(device), *after)
 
 
@@ -148,8 +149,9 @@ def _prepared(name, here, addresses, tensors, prepare, remembers) -> tuple | Non
     addresses = [address for address, tensor in zip(addresses, tensors, strict=True) if tensor is not None]
     if launch is not None:
         compiled, args = launch.compiled, _with_pointers(launch, addresses)
-        call = _c_call(compiled, launch.grid, args)
+        call = _c_call(compiled, launch.grid, args) if here in _met else None  # not for addresses that don't come again
         if call is None:
+            _remember(_met, here, True)
             stream = stream_of(tensors[0].device.index)
             compiled.run(*launch.grid, stream, compiled.function, compiled.packed_metadata, None, None, None, *args)
         else:

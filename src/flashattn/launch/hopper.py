@@ -23,6 +23,7 @@ from .portable import WAVE_BYTES, _results, _rows, _scale_log2, _spec, _totals
 REGISTERS = {2: (232, 40, 168), 3: (160, 32, 128)}  # consumers: registers of theirs, of the loading warp, of any thread at the start
 SHARED_MEMORY = 227 * 1024
 BARRIERS = 512  # bytes, more than enough
+PER_THREAD = 2  # the handle by which every thread means a stream of its own
 STREAMS = 1024  # of a device that have a counter; more get a fresh one at every launch
 
 _rows_of = lru_cache(maxsize=1024)(hopper_rows)
@@ -67,7 +68,7 @@ def _tile(problem: Problem, config: HopperConfig) -> Tile:
         tickets=config.tickets,
         lead=config.lead,
         alias=2 * elements + BARRIERS > SHARED_MEMORY,
-        mask_loop=not _mask_is_first(problem) or (config.consumers == 3 and problem.seqlen_k % config.block_n != 0),
+        mask_loop=not _mask_is_first(problem),
     )
 
 
@@ -111,9 +112,9 @@ def _counter(device: torch.device) -> torch.Tensor:
 
     A graph that is being captured gets a pair of its own, made zero in the graph: it may be replayed on any stream.
     """
-    if torch.cuda.is_current_stream_capturing():
-        return torch.zeros(2, dtype=torch.int32, device=device)
     key = device.index, stream_of(device.index)
+    if torch.cuda.is_current_stream_capturing() or key[1] == PER_THREAD:
+        return torch.zeros(2, dtype=torch.int32, device=device)
     counter = _counters.get(key)
     if counter is None:
         with _counters_lock:

@@ -36,6 +36,7 @@ def unheard(q, k, v) -> bool:
         and not torch._C._autograd._profiler_enabled()
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
+        and not (q.is_neg() or k.is_neg() or v.is_neg())  # the dispatcher would copy them
     )
 
 
@@ -56,10 +57,11 @@ def key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl) 
     try:
         strides = q.stride(), k.stride(), v.stride()
         shapes = q.shape, k.shape, v.shape
-    except RuntimeError:  # sparse or nested
+        start = q.data_ptr() | k.data_ptr() | v.data_ptr()
+    except RuntimeError:  # sparse, nested or without memory
         return None
     return (
-        *shapes, *strides, (q.data_ptr() | k.data_ptr() | v.data_ptr()) & 15, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
+        *shapes, *strides, start & 15, q.dtype, k.dtype, v.dtype, q.device, k.device, v.device,
         causal, softmax_scale, layout, deterministic, impl,
     )  # fmt: skip
 

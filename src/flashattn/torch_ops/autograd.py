@@ -84,8 +84,9 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args):
         with torch._C._AutoDispatchBelowAutograd():
-            q, k, lse = args[2], args[3], args[6]
-            return schemas.backward(*args) if unheard(q, k, lse) else torch.ops.flashattn.attn_bwd(*args)
+            given = [x for x in args[:7] if x is not None]  # dout, dlse, q, k, v, out, lse: always q, k and lse
+            alone = all(unheard(x, x, x) for x in given)
+            return schemas.backward(*args) if alone else torch.ops.flashattn.attn_bwd(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -4,6 +4,7 @@ import os
 from functools import lru_cache
 
 import torch
+from torch._subclasses import FakeTensor
 
 from ..problem import Problem, reachable_window
 
@@ -40,10 +41,7 @@ def _start(tensor) -> int:
     """Address of element 0; of a fake tensor, which has none, as if its memory started aligned. A copy will be aligned."""
     if tensor.stride(-1) != 1 and tensor.shape[-1] > 1:
         return 0
-    try:
-        return tensor.data_ptr()
-    except RuntimeError:
-        return tensor.storage_offset() * tensor.element_size()
+    return tensor.storage_offset() * tensor.element_size() if isinstance(tensor, FakeTensor) else tensor.data_ptr()
 
 
 def aligned(q, k, v) -> bool:

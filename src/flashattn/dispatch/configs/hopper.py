@@ -1,11 +1,12 @@
 """Rows for the Gluon kernels of Hopper, bf16 and fp16.
 
 Key: (pass, largest tile of the head dims, kind). "open": nothing is masked but the end of the keys, so every tile of queries takes as long
-as the next. "masked": a window or a causal diagonal. "long": a causal diagonal and at least LONG queries, so that few of a larger tile's
-blocks are crossed by it. "packed": sequences of lengths that only the GPU knows.
+as the next. "masked": a window or a causal diagonal, of which, where there is a row for it, "window" is one with a left limit and "long"
+one with none and at least LONG queries, so that few of a larger tile's blocks are crossed by the diagonal. "packed": sequences of lengths
+that only the GPU knows.
 
-Figures are TFLOP/s at 1024 / 4096 / 16 384 tokens a sequence: H200, 2026-11-29, Triton 3.6.0, bf16, 16 384 tokens, heads x dim 2048, each
-against neighbours in one interleaved run, of the rough kernels that these were made after. They rank the rows and are no claim of speed.
+Figures are speeds in those of cuDNN (through SDPA) in the same interleaved run, at 1024 / 4096 / 16 384 tokens a sequence: bf16, 16 384
+tokens, heads x dim 2048, one H200, 2026-11-30, Triton 3.6.0, torch 2.11.0. Runs differ by 3 % and cards by more, so compare within a line.
 """
 
 from typing import NamedTuple
@@ -16,7 +17,7 @@ class HopperConfig(NamedTuple):
 
     pingpong: warpgroups take turns at issuing products. pinned: the row maximum is made before the wait for P V. paired: P is
     carried as pairs of columns. lazy: out is rescaled only where a maximum has grown by more than 2^8. tickets: tiles are drawn from a
-    counter, otherwise each program takes every n-th. lead: blocks of a tile that are still to be loaded when the next one is drawn, 0 to 2.
+    counter, otherwise each program takes every n-th. lead: loads still to come when the next tile is drawn, 0 to 2.
     heads: as many at least are walked side by side.
     """
 
@@ -44,20 +45,23 @@ class HopperConfig(NamedTuple):
 LONG = 4096
 
 ROWS = {
-    # 417 / 487 / 517, 2 consumers without pinning 405 / 438 / 440; paired saves 7 % of the instructions here and adds 1 % elsewhere
+    # 1.06 / 1.17 / 1.21; pinned 1.06 / 1.11 / 1.20, lazy 1.05 / 1.10 / 1.17, tickets 1.04 / 1.14 / 1.20
     ("forward", 64, "open"): HopperConfig(3, 128, 2, True, False, True, False, False, 0, 1),
-    # 308 / 425 / 454; 3 consumers 268 / 413 / 476, and they spill where a mask is in the loop
+    # 1.04 / 1.11 / 1.09; lead 0 0.97 / 1.06 / 1.07, lead 2 1.03 / 1.09 / 1.07. At lead 0 taking turns is worth 1 %
     ("forward", 64, "masked"): HopperConfig(2, 128, 2, True, True, False, False, True, 1, 16),
+    # 0.90 / 1.10 / 1.20 where the row above has 1.00 / 1.09 / 1.13; not paired 0.89 / 1.08 / 1.15
     ("forward", 64, "long"): HopperConfig(3, 128, 2, True, False, True, False, True, 2, 16),
     ("forward", 64, "packed"): HopperConfig(2, 128, 2, True, True, False, False, True, 1, 16),
-    # 581 / 650 / 668; not pinned 575 / 637 / 655
+    # 1.13 / 1.16 / 1.12; lazy 1.08 / 1.10 / 1.06. Elsewhere 1.07 / 1.16 / 1.11; not pinned 1.09 / 1.13 / 1.13, tickets 1.05 / 1.12 / 1.13
     ("forward", 128, "open"): HopperConfig(2, 128, 2, True, True, False, False, False, 0, 1),
-    # 424 / 575 / 611; not pinned 4 % less, a static order 450 at 4096
+    # 1.22 / 1.35 / 1.29; lead 1 1.19 / 1.29 / 1.27, lead 0 1.13 / 1.27 / 1.29. At lead 0 32 heads cost 2 to 4 %, 64 heads 5 to 8 %
     ("forward", 128, "masked"): HopperConfig(2, 128, 2, True, True, False, False, True, 2, 16),
     ("forward", 128, "packed"): HopperConfig(2, 128, 2, True, True, False, False, True, 2, 16),
-    # 610 / 676 / 682; 128 keys need more shared memory than there is
+    # 1.13 / 1.15 / 1.17; pinned 1.11 / 1.11 / 1.18, not lazy 1.06 / 1.03 / 1.06. 128 keys need more shared memory than there is
     ("forward", 256, "open"): HopperConfig(2, 64, 2, True, False, False, True, False, 0, 1),
-    # 459 / 590 / 628; 407 / 550 / 618 where a ticket is drawn when a tile begins
+    # 1.18 / 1.33 / 1.39; not pinned 1.13 / 1.28 / 1.30, lead 1 1.19 / 1.30 / 1.41. Else 1.13 / 1.28 / 1.32, not lazy 1.09 / 1.22 / 1.22
     ("forward", 256, "masked"): HopperConfig(2, 64, 2, True, True, False, True, True, 0, 8),
+    # pinned these two spill, under Triton 3.9 and 3.6
+    ("forward", 256, "window"): HopperConfig(2, 64, 2, True, False, False, True, True, 0, 8),
     ("forward", 256, "packed"): HopperConfig(2, 64, 2, True, False, False, True, True, 0, 8),
 }

@@ -11,18 +11,6 @@ import triton.language as tl
 
 
 @triton.jit
-def tile_counts(total, batch, heads, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """(slots, lanes): a lane is a head of a batch entry and has that many slots for tiles."""
-    if VARLEN:
-        slots = total // BLOCK + batch + 1
-        lanes = heads
-    else:
-        slots = tl.cdiv(total, BLOCK)
-        lanes = heads * batch
-    return slots, lanes
-
-
-@triton.jit
 def tile_in_order(index, per_wave, lanes, wave):
     """(slot, lane) of the index-th tile: inside a wave, of per_wave tiles, all lanes take slot 0, then all take slot 1, ..."""
     first = index // per_wave * wave
@@ -33,10 +21,19 @@ def tile_in_order(index, per_wave, lanes, wave):
 
 @triton.jit
 def program_tile(total, batch, heads, wave, BLOCK: tl.constexpr, VARLEN: tl.constexpr):
-    """(slot, slots, lane) of this program, where each has one tile."""
-    slots, lanes = tile_counts(total, batch, heads, BLOCK, VARLEN)
-    slot, lane = tile_in_order(tl.program_id(0), slots * wave, lanes, wave)
-    return slot, slots, lane
+    """(slot, slots, lane): a lane is a head of a batch entry; inside a wave all lanes take slot 0, then all take slot 1, ..."""
+    if VARLEN:
+        slots = total // BLOCK + batch + 1
+        lanes = heads
+    else:
+        slots = tl.cdiv(total, BLOCK)
+        lanes = heads * batch
+    pid = tl.program_id(0)
+    per_wave = slots * wave
+    first = pid // per_wave * wave
+    rest = pid % per_wave
+    width = tl.minimum(lanes - first, wave)
+    return rest // width, slots, first + rest % width
 
 
 @triton.jit
@@ -65,21 +62,13 @@ def packed_range(b, cu, batch, total):
 
 @triton.jit
 def locate(slot, lane, heads, mine, other, BLOCK: tl.constexpr, total_mine, total_other, batch, VARLEN: tl.constexpr):
-    """Where a program works: see `place`."""
-    b = slot * 0
-    if VARLEN:
-        b = sequence_of_slot(slot, mine, batch, total_mine, BLOCK)
-    return place(b, slot, lane, heads, mine, other, BLOCK, total_mine, total_other, batch, VARLEN)
-
-
-@triton.jit
-def place(b, slot, lane, heads, mine, other, BLOCK: tl.constexpr, total_mine, total_other, batch, VARLEN: tl.constexpr):
-    """(tile, batch entry, head, first row and rows of its own side, first row and rows of the other side) of a slot in sequence b.
+    """Where a program works: (tile, batch entry, head, first row and rows of its own side, first row and rows of the other side).
 
     `mine` and `other` are the cumulative lengths of the side that the grid tiles and of the side that the loop walks.
     """
     if VARLEN:
         head = lane
+        b = sequence_of_slot(slot, mine, batch, total_mine, BLOCK)
         my_start, my_rows = packed_range(b, mine, batch, total_mine)
         tile = slot - (my_start // BLOCK + b)
         other_start, other_rows = packed_range(b, other, batch, total_other)

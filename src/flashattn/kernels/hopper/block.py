@@ -123,7 +123,7 @@ def as_operand(p, DTYPE: gl.constexpr, TILE: gl.constexpr):
 def clear_past(v, slot, rows, TILE: gl.constexpr):
     """Zero the rows of a block of V from `rows` on: they belong to the next sequence, and a probability of 0 would keep their NaN.
 
-    Every warpgroup does it for itself; what exists is written as it was read.
+    Every warpgroup does it for itself. What exists is written as it was read, while another may read it: a race in which all values agree.
     """
     WIDTH: gl.constexpr = 64
     PARTS: gl.constexpr = TILE.dv // WIDTH
@@ -163,7 +163,8 @@ def rescaled(acc_MV, alpha_M, TILE: gl.constexpr):
 
 @gluon.jit
 def unseen_blocks(position, blocks, hi, call, TILE: gl.constexpr):
-    """How many of a tile's blocks, from the last one on, lie right of the diagonal for all rows of a warpgroup. The first has one to visit.
+    """How many of a tile's blocks, from the last one on, lie right of the diagonal for all rows of a warpgroup. At most all but one,
+    since a warpgroup without keys still needs a block to start from.
 
     Behind them a diagonal that is aligned to 64 crosses one block of a warpgroup's, whatever the extent of the tile.
     """

@@ -48,7 +48,7 @@ class Task(NamedTuple):
     full_to: object
 
 
-FIELDS = gl.constexpr(10)
+FIELDS = gl.constexpr(len(Task._fields))
 SPACE = gl.constexpr(32)  # numbers a slot: one for each thread that writes
 
 

@@ -29,7 +29,7 @@ class Tile(NamedTuple):
     paired: bool  # probabilities are carried as pairs, which keeps the compiler from taking them apart
     lazy: bool  # the maximum follows only by steps of more than 2^8, so that out is seldom rescaled
     tickets: bool  # tiles are drawn from a counter; otherwise each program takes every n-th
-    lead: int  # blocks of a tile, 0 to 2, that are still to be loaded when the next tile is drawn
+    lead: int  # loads still to come when the next tile is drawn: 2 before the last K, 1 before the last V, 0 after it
     alias: bool  # out leaves through the memory of q
     mask_loop: bool  # more than the first block of a tile may need a mask
 

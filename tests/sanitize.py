@@ -1,0 +1,72 @@
+"""Runs one small case of each template of the Hopper kernel under NVIDIA's compute-sanitizer, and its findings decide the exit code.
+
+    python tests/sanitize.py                      memcheck and racecheck
+    python tests/sanitize.py memcheck             one of its tools
+
+Nothing but that kernel is instrumented, since PyTorch's own take minutes. The surprising fact: memory must not come from PyTorch's cache,
+where the neighbour of a tensor is another tensor and an access past the end is none.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+TOOLS = ("memcheck", "racecheck")
+LIMIT = 240  # seconds for a tool
+SHAPES = ((64, 64), (128, 128), (256, 256), (192, 128))  # head dims of the templates
+KERNEL = "attn_fwd_hopper"
+
+
+def launch_all() -> None:
+    """What is run under the sanitizer: ragged lengths, more tiles than fit one wave of a small grid, grouped heads."""
+    import torch
+
+    from flashattn import attention, attention_varlen
+
+    def draw(rows, heads, dim):
+        return torch.randn(1, rows, heads, dim, device="cuda", dtype=torch.bfloat16)
+
+    for dim, dim_v in SHAPES:
+        q, k, v = draw(200, 4, dim), draw(300, 2, dim), draw(300, 2, dim_v)
+        for mask in ({}, {"causal": True}, {"window": (70, 5)}):
+            attention(q, k, v, impl="hopper", **mask)
+        cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32, device="cuda") for ends in ([0, 30, 30, 190], [0, 100, 101, 280]))
+        attention_varlen(q[0], k[0], v[0], cu_q, cu_k, causal=True, impl="hopper")
+    q, k, v = (draw(4096, 1, 64) for _ in range(3))
+    attention(q, k, v, causal=True, impl="hopper")
+    torch.cuda.synchronize()
+    print("launched all")
+
+
+def sanitize(tool: str) -> bool:
+    """Whether `tool` finds nothing."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    command = [program, f"--tool={tool}", f"--kernel-name=kernel_substring={KERNEL}", "--print-limit=5", sys.executable, __file__, "--here"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        print(f"{tool}: {error}")
+        return False
+    text = done.stdout + done.stderr
+    summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
+    clean = bool(summary) and all(re.search(r" 0 (?:errors|hazards)", line) for line in summary)
+    good = clean and done.returncode == 0 and "launched all" in text
+    print(f"{tool}: {'; '.join(summary) or 'no summary'}" + ("" if good else f"\n{text[-4000:]}"))
+    return good
+
+
+def main(arguments: list[str]) -> int:
+    if arguments == ["--here"]:
+        launch_all()
+        return 0
+    found = [sanitize(tool) for tool in arguments or TOOLS]
+    return 0 if all(found) else 1
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "src"))
+    sys.exit(main(sys.argv[1:]))
