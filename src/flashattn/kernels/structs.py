@@ -40,7 +40,7 @@ class Spec(NamedTuple):
     sign: int  # of the softmax scale
     prescaled: bool  # float32: the scale goes into an operand, and then the largest probability of a row is exactly 1
     tf32: bool
-    grouped: bool  # several query heads share a key/value head
+    grouped: bool  # several query heads share a key/value head; False in a forward, which doesn't ask
     need_dk: bool = False
     need_dv: bool = False
 

@@ -1,4 +1,4 @@
-"""The derivative of `flashattn::attn_fwd`: one autograd.Function, which the operator itself runs.
+"""The derivative of `flashattn::attn_fwd`: one autograd.Function, which the operator itself runs, and another that refuses a second one.
 
 Saved for backward: q, k, lse, and v and out unless dV is the only gradient (dV = p^T dO needs neither). Nothing is saved, computed
 or allocated for a gradient that nobody asked for. A second derivative and a forward-mode one are not implemented and say so.

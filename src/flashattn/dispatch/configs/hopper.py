@@ -6,7 +6,8 @@ one with none and at least LONG queries, so that few of a larger tile's blocks a
 that only the GPU knows.
 
 Figures are speeds in those of cuDNN (through SDPA) in the same interleaved run, at 1024 / 4096 / 16 384 tokens a sequence: bf16, 16 384
-tokens, heads x dim 2048, one H200, 2026-11-30, Triton 3.6.0, torch 2.11.0. Runs differ by 3 % and cards by more, so compare within a line.
+tokens, heads x dim 2048, one H200, 2026-11-30, Triton 3.6.0, torch 2.11.0. They are from the making of the kernel, which changed between
+them: they rank the rows and are no claim of speed. Runs differ by 3 % and cards by more, so compare within a line.
 """
 
 from typing import NamedTuple
