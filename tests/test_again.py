@@ -24,7 +24,7 @@ def forgotten(monkeypatch):
 
 @pytest.fixture
 def short(monkeypatch):
-    monkeypatch.setattr(again, "unheard", lambda q, k, v: True)
+    monkeypatch.setattr(again, "unheard", lambda *tensors: True)
 
 
 def tensors(dtype=torch.float16, device="cpu", shape=(2, 5, 4, 8), seed=0):
@@ -148,9 +148,25 @@ def test_who_listens_hears_the_operator():
         assert attention(q, k, v).dtype == torch.float16
 
 
+class Function(torch.overrides.TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_default_device_listens_to_nothing():
+    assert not again._modes_listen()
+    with torch.device("cpu"):
+        assert not again._modes_listen()
+        with Function():
+            assert again._modes_listen()
+    with Function(), torch.device("cpu"):
+        assert again._modes_listen()
+
+
 def test_what_is_asked_of_torch_is_there():
     """Private names, of which a CPU asks none: it stops at is_cuda."""
     names = ("_len_torch_dispatch_stack", "_is_torch_function_mode_enabled", "_are_functorch_transforms_active", "_get_tracing_state")
+    names += ("_len_torch_function_stack", "_get_function_stack_at")
     assert all(callable(getattr(torch._C, name)) for name in names) and callable(torch._C._autograd._profiler_enabled)
     assert forward_ad._current_level == -1
 

@@ -122,7 +122,7 @@ def test_launchers_have_one_signature(name):
         pytest.skip("needs Triton")
     module = launcher(ROWS[name].launch)
     expected = {
-        "forward": ["problem", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "kind"],
+        "forward": ["problem", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "token"],
         "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"],
     }
     for direction in ROWS[name].directions:

@@ -53,7 +53,8 @@ def _count(name, limit, what):
     if count is None:
         raise TypeError(f"{name}={limit!r}: expected a number of {what}")
     if count < 0:
-        raise ValueError(f"{name}={count}: expected >= 0, or None for no limit")
+        least = ">= 0 (0 keeps the diagonal itself)" if name.startswith("window") else ">= 0"
+        raise ValueError(f"{name}={count}: expected {least}, or None for no limit")
     if count > MOST:
         raise ValueError(f"{name}={count}: expected at most 2**63 - 1, or None for no limit")
     return count

@@ -31,14 +31,14 @@ MIN_ROWS = 64  # rows of a matrix product, below which it is too thin to be fast
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, kind: object = None
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, token: object = None
 ) -> tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j and lse_i = ln sum_j e^(s_ij), over the keys that `problem` keeps.
 
     q [batch, seqlen_q, heads_q, head_dim], k [..., heads_kv, head_dim], v [..., heads_kv, head_dim_v] of any strides; packed calls have
     [total, heads, dim] and int32 cu_seqlens. Returns out, contiguous, in the dtype of q, and lse, float32, natural
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
-    lse -inf. Raises ValueError for cu_seqlens that fall or reach past the tensor. kind is for launchers; nothing is launched here.
+    lse -inf. Raises ValueError for cu_seqlens that fall or reach past the tensor. token is for launchers; nothing is launched here.
     """
     with _without_autocast(q.device):
         if not problem.varlen:

@@ -121,18 +121,18 @@ def _c_call(compiled, grid, args) -> tuple | None:
     return None if before is None else (function, taken[:before], taken[before + 1 :], compiled)  # which unloads its code when it dies
 
 
-def run(name: str, problem, tensors, prepare: Callable[[], tuple], kind=None) -> None:
+def run(name: str, problem, tensors, prepare: Callable[[], tuple], token=None) -> None:
     """Launch what `prepare` returns, (kernel, grid, arguments, options), or what it returned for another call like this one.
 
-    tensors: those among the arguments, in their order, with None for one that may be there but isn't. kind: what a caller may know that
+    tensors: those among the arguments, in their order, with None for one that may be there but isn't. token: what a caller may know that
     stands for the device, the name, the problem and all strides.
     """
     device = tensors[0].device.index
     addresses = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
-    if kind is None:
-        kind = (device, name, problem, *[None if tensor is None else tensor.stride() for tensor in tensors])
+    if token is None:
+        token = (device, name, problem, *[None if tensor is None else tensor.stride() for tensor in tensors])
     remembers = _relaunches and not _hooked()
-    here = (kind, *addresses)
+    here = (token, *addresses)
     call = _calls.get(here) if remembers else None
     if call is None:
         call = _prepared(name, here, addresses, tensors, prepare, remembers)
@@ -143,8 +143,8 @@ def run(name: str, problem, tensors, prepare: Callable[[], tuple], kind=None) ->
 
 def _prepared(name, here, addresses, tensors, prepare, remembers) -> tuple | None:
     """What is left to call, now and again at these addresses; None when the kernel was launched in another way."""
-    kind, *_ = here
-    key = (kind, *[address & 15 for address in addresses])
+    token, *_ = here
+    key = (token, *[address & 15 for address in addresses])
     launch = _launches.get(key) if remembers else None
     addresses = [address for address, tensor in zip(addresses, tensors, strict=True) if tensor is not None]
     if launch is not None:

@@ -18,7 +18,7 @@ from ..kernels.hopper.layouts import Tile, shared
 from ..kernels.structs import Seqlens
 from ..problem import Problem
 from .cache import run, stream_of
-from .portable import WAVE_BYTES, _results, _rows, _scale_log2, _spec, _totals
+from .common import contiguous_rows, on_device, results, scale_log2, spec_of, totals, walk_order
 
 REGISTERS = {2: (232, 40, 168), 3: (160, 32, 128)}  # consumers: registers of theirs, of the loading warp, of any thread at the start
 SHARED_MEMORY = 227 * 1024
@@ -61,7 +61,6 @@ def _tile(problem: Problem, config: HopperConfig) -> Tile:
         stages=config.num_stages,
         registers=registers,
         load_registers=load_registers,
-        pingpong=config.pingpong,
         pinned=config.pinned,
         paired=config.paired,
         lazy=config.lazy,
@@ -128,37 +127,30 @@ def _counter(device: torch.device) -> torch.Tensor:
 def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter):
     """(kernel, grid, arguments, options): what `forward` launches and what is compiled ahead of time in tests."""
     tile = _tile(problem, config)
-    spec = _spec(problem, problem.seqlen_k % config.block_n != 0)._replace(grouped=False)  # nothing here depends on it
-    totals = _totals(problem)
-    lanes = problem.heads_q * (1 if problem.varlen else problem.batch)
-    slots = totals[0] // config.block_m + problem.batch + 1 if problem.varlen else -(-totals[0] // config.block_m)
-    walked = max(1, problem.seqlen_k * problem.itemsize * (problem.head_dim + problem.head_dim_v))
-    wave = min(max(WAVE_BYTES // walked * problem.group, config.heads), lanes)
+    spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True)
+    lanes, slots, wave = walk_order(problem, config.block_m, least=config.heads)
     window = problem.window_left or 0, problem.window_right or 0
     args = (
         _descriptor(q, 64, tile.part_d), _descriptor(k, tile.n, tile.part_d), _descriptor(v, tile.n, tile.dv),
         out if problem.varlen else _descriptor(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
-        counter if tile.tickets else None, *totals, problem.batch, problem.heads_q, problem.group,
+        counter if tile.tickets else None, *totals(problem), problem.batch, problem.heads_q, problem.group,
         slots, lanes, wave, slots * wave, slots * lanes, *window,
-        _scale_log2(problem), spec, tile,
+        scale_log2(problem), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": REGISTERS[config.consumers][2], "enable_fp_fusion": True}
     return attn_fwd_hopper, (min(_multiprocessors(q.device), slots * lanes),), args, options
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, kind=None):
-    """(out, lse) of attention. kind: see portable.forward."""
-    device = q.device
-    if device.index != torch.cuda.current_device():
-        with torch.cuda.device(device):
-            return forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, kind)
-    if kind is None:
-        q, k, v = _rows(q), _rows(k), _rows(v)
-    out, lse = _results(problem, q)
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, token=None):
+    """(out, lse) of attention. token: see portable.forward."""
+    if token is None:
+        q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    out, lse = results(problem, q)
     if k.numel() == 0:  # a tensor map of nothing can't be made
         return out.zero_(), lse.fill_(float("-inf"))
     if out.numel() > 0:
         config = _rows_of(problem)["forward"]
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, _counter(device) if config.tickets else None)
-        run("hopper", problem, tensors, partial(forward_launch, problem, config, *tensors), kind)
+        with on_device(q):
+            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, _counter(q.device) if config.tickets else None)
+            run("hopper", problem, tensors, partial(forward_launch, problem, config, *tensors), token)
     return out, lse

@@ -6,7 +6,6 @@ synchronisation (see kernels/common/index.py).
 """
 
 import math
-from contextlib import nullcontext
 from functools import lru_cache, partial
 
 import torch
@@ -14,25 +13,20 @@ import torch
 from ..dispatch.table import padded_head_dim, portable_rows
 from ..kernels.portable.backward import attn_bwd_delta, attn_bwd_dkdv, attn_bwd_dq
 from ..kernels.portable.forward import attn_fwd
-from ..kernels.structs import Seqlens, Spec, Tile, View
+from ..kernels.structs import Seqlens, Tile, View
 from ..problem import Problem
 from .cache import run
-
-WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
-SMALLEST_SCALE = 2.0**-120  # what the GPU may flush to 0 is 0
-
-
-def _device(tensor):
-    """Make the tensors' GPU the current one, if it isn't."""
-    if tensor.is_cuda and tensor.device.index != torch.cuda.current_device():
-        return torch.cuda.device(tensor.device)
-    return nullcontext()
-
-
-def _rows(tensor):
-    """A View's strides go over [batch, rows, heads]; the last dimension must be contiguous and is copied if it isn't."""
-    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
-
+from .common import (
+    contiguous_rows,
+    may_have_rows_without_keys,
+    on_device,
+    results,
+    scale_log2,
+    spec_of,
+    totals,
+    walk_order,
+    without_empty_rows,
+)
 
 _rows_of = lru_cache(maxsize=1024)(portable_rows)
 
@@ -58,60 +52,28 @@ def _tile(problem: Problem, config, *views: View) -> Tile:
     return Tile(config.block_m, config.block_n, head_dim, head_dim_v, block_d, block_dv, align)
 
 
-def _spec(problem: Problem, ragged: bool, need_dk=False, need_dv=False) -> Spec:
-    return Spec(
-        varlen=problem.varlen,
-        left=problem.window_left is not None,
-        right=problem.window_right is not None,
-        top_left=problem.top_left,
-        ragged=problem.varlen or ragged,
-        sign=0 if abs(problem.softmax_scale) < SMALLEST_SCALE else 1 if problem.softmax_scale > 0 else -1,
-        prescaled=problem.dtype == "float32",
-        tf32=problem.tf32,
-        grouped=problem.group > 1,
-        need_dk=need_dk,
-        need_dv=need_dv,
-    )
-
-
-def _totals(problem: Problem) -> tuple[int, int]:
-    return (problem.total_q, problem.total_k) if problem.varlen else (problem.seqlen_q, problem.seqlen_k)
+def _options(config) -> dict:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
 
 
 def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], tuple[int, ...]]:
-    """The grid, with what structs.SIZES names: as many lanes in a wave as find what they walk in L2."""
-    totals = _totals(problem)
-    heads, total = (problem.heads_kv, totals[1]) if over_keys else (problem.heads_q, totals[0])
-    lanes, slots = (heads, total // block + problem.batch + 1) if problem.varlen else (heads * problem.batch, -(-total // block))
-    walked = problem.seqlen_q if over_keys else problem.seqlen_k
-    walked_bytes = max(1, walked * problem.itemsize * (problem.head_dim + problem.head_dim_v))
-    sharing = 1 if over_keys else problem.group
-    wave = min(max(1, WAVE_BYTES // walked_bytes) * sharing, lanes)
+    """The grid, with what structs.SIZES names."""
+    lanes, slots, wave = walk_order(problem, block, over_keys)
     window = problem.window_left or 0, problem.window_right or 0
-    return (slots * lanes,), (*totals, problem.batch, problem.heads_q, problem.heads_kv, wave, *window)
-
-
-def _scale_log2(problem: Problem) -> float:
-    scale = abs(problem.softmax_scale)
-    return 1.0 if scale < SMALLEST_SCALE else scale * math.log2(math.e)
-
-
-def _options(config) -> dict:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
+    return (slots * lanes,), (*totals(problem), problem.batch, problem.heads_q, problem.heads_kv, wave, *window)
 
 
 def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
     """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = _view(q), _view(k), _view(v), _view(out)
-    spec, tile = _spec(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views)
-    spec = spec._replace(grouped=False)  # nothing in a forward depends on it
-    args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, _scale_log2(problem), spec, tile)
+    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True), _tile(problem, config, *views)
+    args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, scale_log2(problem), spec, tile)
     return attn_fwd, grid, args, _options(config)
 
 
 def delta_launch(problem: Problem, config, out, dout, dlse, delta):
-    total, batch = _totals(problem)[0], 1 if problem.varlen else problem.batch
+    total, batch = totals(problem)[0], 1 if problem.varlen else problem.batch
     views = _view(out), _view(dout)
     args = (*views, dlse, delta, total, batch, problem.heads_q, _tile(problem, config, *views))
     return attn_bwd_delta, (-(-total // config.block_m) * batch * problem.heads_q,), args, _options(config)
@@ -123,11 +85,11 @@ def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_
         v = delta = None
     grid, sizes = _sizes(problem, config.block_n, over_keys=True)
     views, gradients = ([None if tensor is None else _view(tensor) for tensor in some] for some in ((q, k, v, dout), (dk, dv)))
-    spec = _spec(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
+    spec = spec_of(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
     tile = _tile(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
         *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes,
-        problem.softmax_scale, _scale_log2(problem), spec, tile,
+        problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
     return attn_bwd_dkdv, grid, args, _options(config)
 
@@ -136,67 +98,41 @@ def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlen
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = _view(q), _view(k), _view(v), _view(dout)
     dq_view = _view(dq)
-    spec, tile = _spec(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views, dq_view)
+    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views, dq_view)
     args = (
-        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, problem.softmax_scale, _scale_log2(problem), spec, tile,
+        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
     return attn_bwd_dq, grid, args, _options(config)
 
 
-def _results(problem: Problem, q):
-    """(out, lse), contiguous and not yet written."""
-    shape, dim, device = q.shape, problem.head_dim_v, q.device
-    if dim == problem.head_dim:  # a faster spelling of the other
-        out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    else:
-        out = torch.empty((*shape[:-1], dim), dtype=q.dtype, device=device)
-    rows = (shape[1], shape[0]) if problem.varlen else (shape[0], shape[2], shape[1])
-    return out, torch.empty(rows, dtype=torch.float32, device=device)
-
-
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, kind=None):
-    """(out, lse) of attention. kind: for a caller that has made this call before, with contiguous rows, what tells it from others."""
-    if kind is None:
-        q, k, v = _rows(q), _rows(k), _rows(v)
-    out, lse = _results(problem, q)
-    with _device(q):
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, token=None):
+    """(out, lse) of attention. token: for a caller that has made this call before, with contiguous rows, what tells it from others."""
+    if token is None:
+        q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
+    out, lse = results(problem, q)
+    with on_device(q):
         tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
-        run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), kind)
+        run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), token)
     return out, lse
-
-
-def _may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> bool:
-    """A dense diagonal tells. Packed lengths are on the GPU, so any limit may leave a row nothing, unless one tensor serves both sides."""
-    if problem.varlen:
-        limited = problem.window_left is not None or problem.window_right is not None
-        return limited and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr()
-    limit = problem.window_left if problem.top_left else problem.window_right
-    return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
-
-
-def _without_empty_rows(lse, dout, dlse):
-    """Gradients that arrive for rows without keys (NaN after a normalisation, say) end here: a probability of 0 would keep a NaN."""
-    empty = lse == float("-inf")
-    return dout.masked_fill(empty.transpose(-1, -2).unsqueeze(-1), 0.0), None if dlse is None else dlse.masked_fill(empty, 0.0)
 
 
 def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
     """(dq, dk, dv), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None."""
     need_dq, need_dk, need_dv = needs
-    q, k, lse = _rows(q), _rows(k), lse.contiguous()
-    v = v if v is None else _rows(v)
+    q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
+    v = v if v is None else contiguous_rows(v)
     if dout is None:  # one row of zeros serves all
         dout = torch.zeros(problem.head_dim_v, dtype=q.dtype, device=q.device).expand(*q.shape[:-1], -1)
-    dout = _rows(dout)
-    if _may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
-        dout, dlse = _without_empty_rows(lse, dout, dlse)
+    dout = contiguous_rows(dout)
+    if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
+        dout, dlse = without_empty_rows(lse, dout, dlse)
     rows = _rows_of(problem)
     delta = dq = dk = dv = None
-    with _device(q):
+    with on_device(q):
         if need_dq or need_dk:
             delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
             dlse = None if dlse is None else dlse.contiguous()
-            tensors = (_rows(out), dout, dlse, delta)
+            tensors = (contiguous_rows(out), dout, dlse, delta)
             run("delta", problem, tensors, partial(delta_launch, problem, rows["delta"], *tensors))
         if need_dk:
             dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)

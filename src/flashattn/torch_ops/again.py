@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch.autograd import forward_ad
+from torch.utils._device import DeviceContext
 
 from ..dispatch.select import launcher, select
 from .describe import aligned, describe
@@ -20,23 +21,28 @@ _PLAIN = {torch.Tensor, torch.nn.Parameter}
 _seen: dict[tuple, Callable] = {}
 
 
-def unheard(q, k, v) -> bool:
+def _modes_listen() -> bool:
+    """Whether somebody sees every call of a function: a mode other than the one of torch.set_default_device, which only creates."""
+    if not torch._C._is_torch_function_mode_enabled():
+        return False
+    return any(type(torch._C._get_function_stack_at(i)) is not DeviceContext for i in range(torch._C._len_torch_function_stack()))
+
+
+def unheard(*tensors) -> bool:
     """Whether nobody could tell an operator from its implementation: then its way through the dispatcher, 7 us, is saved.
 
     On a CPU, which takes longer than that anyway, somebody always may: tests of the operators run there.
     """
+    for x in tensors:
+        if not x.is_cuda or type(x) not in _PLAIN or x.is_neg():  # the dispatcher would copy a tensor that is negated lazily
+            return False
     return (
-        q.is_cuda
-        and type(q) in _PLAIN
-        and type(k) in _PLAIN
-        and type(v) in _PLAIN
-        and not torch._C._len_torch_dispatch_stack()
-        and not torch._C._is_torch_function_mode_enabled()
+        not torch._C._len_torch_dispatch_stack()
+        and not _modes_listen()
         and not torch._C._are_functorch_transforms_active()
         and not torch._C._autograd._profiler_enabled()
         and torch._C._get_tracing_state() is None
         and forward_ad._current_level < 0
-        and not (q.is_neg() or k.is_neg() or v.is_neg())  # the dispatcher would copy them
     )
 
 
@@ -52,7 +58,9 @@ def key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl) 
         return None
     if type(layout) is not str or type(deterministic) is not bool or not (impl is None or type(impl) is str):
         return None
-    if not unheard(q, k, v) or q.dtype not in DTYPES or wants_gradients(q, k, v) or torch.is_autocast_enabled("cuda"):
+    if not (isinstance(k, torch.Tensor) and isinstance(v, torch.Tensor)) or q.dtype not in DTYPES or wants_gradients(q, k, v):
+        return None
+    if not unheard(q, k, v) or torch.is_autocast_enabled("cuda"):
         return None
     try:
         strides = q.stride(), k.stride(), v.stride()
@@ -79,4 +87,4 @@ def remember(key: tuple, q, k, v, options) -> None:
     problem = describe(q, k, v.shape[-1], None, None, None, None, *options, aligned(q, k, v))
     if len(_seen) >= MOST:
         _seen.clear()
-    _seen[key] = partial(launcher(select(problem, "forward", impl).launch).forward, problem, kind=object())
+    _seen[key] = partial(launcher(select(problem, "forward", impl).launch).forward, problem, token=object())

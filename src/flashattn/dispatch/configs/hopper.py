@@ -16,16 +16,14 @@ from typing import NamedTuple
 class HopperConfig(NamedTuple):
     """consumers: warpgroups of 64 query rows. block_n: keys of a block. num_stages: blocks of K, and of V, in shared memory.
 
-    pingpong: warpgroups take turns at issuing products. pinned: the row maximum is made before the wait for P V. paired: P is
-    carried as pairs of columns. lazy: out is rescaled only where a maximum has grown by more than 2^8. tickets: tiles are drawn from a
-    counter, otherwise each program takes every n-th. lead: loads still to come when the next tile is drawn, 0 to 2.
-    heads: as many at least are walked side by side.
+    pinned: the row maximum is made before the wait for P V. paired: P is carried as pairs of columns. lazy: out is rescaled only where a
+    maximum has grown by more than 2^8. tickets: tiles are drawn from a counter, otherwise each program takes every n-th. lead: loads still
+    to come when the next tile is drawn, 0 to 2. heads: as many at least are walked side by side.
     """
 
     consumers: int
     block_n: int
     num_stages: int
-    pingpong: bool
     pinned: bool
     paired: bool
     lazy: bool
@@ -47,22 +45,22 @@ LONG = 4096
 
 ROWS = {
     # 1.06 / 1.17 / 1.21; pinned 1.06 / 1.11 / 1.20, lazy 1.05 / 1.10 / 1.17, tickets 1.04 / 1.14 / 1.20
-    ("forward", 64, "open"): HopperConfig(3, 128, 2, True, False, True, False, False, 0, 1),
+    ("forward", 64, "open"): HopperConfig(3, 128, 2, False, True, False, False, 0, 1),
     # 1.04 / 1.11 / 1.09; lead 0 0.97 / 1.06 / 1.07, lead 2 1.03 / 1.09 / 1.07. At lead 0 taking turns is worth 1 %
-    ("forward", 64, "masked"): HopperConfig(2, 128, 2, True, True, False, False, True, 1, 16),
+    ("forward", 64, "masked"): HopperConfig(2, 128, 2, True, False, False, True, 1, 16),
     # 0.90 / 1.10 / 1.20 where the row above has 1.00 / 1.09 / 1.13; not paired 0.89 / 1.08 / 1.15
-    ("forward", 64, "long"): HopperConfig(3, 128, 2, True, False, True, False, True, 2, 16),
-    ("forward", 64, "packed"): HopperConfig(2, 128, 2, True, True, False, False, True, 1, 16),
+    ("forward", 64, "long"): HopperConfig(3, 128, 2, False, True, False, True, 2, 16),
+    ("forward", 64, "packed"): HopperConfig(2, 128, 2, True, False, False, True, 1, 16),
     # 1.13 / 1.16 / 1.12; lazy 1.08 / 1.10 / 1.06. Elsewhere 1.07 / 1.16 / 1.11; not pinned 1.09 / 1.13 / 1.13, tickets 1.05 / 1.12 / 1.13
-    ("forward", 128, "open"): HopperConfig(2, 128, 2, True, True, False, False, False, 0, 1),
+    ("forward", 128, "open"): HopperConfig(2, 128, 2, True, False, False, False, 0, 1),
     # 1.22 / 1.35 / 1.29; lead 1 1.19 / 1.29 / 1.27, lead 0 1.13 / 1.27 / 1.29. At lead 0 32 heads cost 2 to 4 %, 64 heads 5 to 8 %
-    ("forward", 128, "masked"): HopperConfig(2, 128, 2, True, True, False, False, True, 2, 16),
-    ("forward", 128, "packed"): HopperConfig(2, 128, 2, True, True, False, False, True, 2, 16),
+    ("forward", 128, "masked"): HopperConfig(2, 128, 2, True, False, False, True, 2, 16),
+    ("forward", 128, "packed"): HopperConfig(2, 128, 2, True, False, False, True, 2, 16),
     # 1.13 / 1.15 / 1.17; pinned 1.11 / 1.11 / 1.18, not lazy 1.06 / 1.03 / 1.06. 128 keys need more shared memory than there is
-    ("forward", 256, "open"): HopperConfig(2, 64, 2, True, False, False, True, False, 0, 1),
+    ("forward", 256, "open"): HopperConfig(2, 64, 2, False, False, True, False, 0, 1),
     # 1.18 / 1.33 / 1.39; not pinned 1.13 / 1.28 / 1.30, lead 1 1.19 / 1.30 / 1.41. Else 1.13 / 1.28 / 1.32, not lazy 1.09 / 1.22 / 1.22
-    ("forward", 256, "masked"): HopperConfig(2, 64, 2, True, True, False, True, True, 0, 8),
+    ("forward", 256, "masked"): HopperConfig(2, 64, 2, True, False, True, True, 0, 8),
     # pinned these two spill, under Triton 3.9 and 3.6
-    ("forward", 256, "window"): HopperConfig(2, 64, 2, True, False, False, True, True, 0, 8),
-    ("forward", 256, "packed"): HopperConfig(2, 64, 2, True, False, False, True, True, 0, 8),
+    ("forward", 256, "window"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
+    ("forward", 256, "packed"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
 }

@@ -9,12 +9,11 @@ from typing import NamedTuple
 from ..common.mask import keep_mask
 from ..common.score import score
 from ..common.softmax import finite_shift, raise_maximum
-from .channel import EMPTY_K, EMPTY_V, TURN, WARPGROUP, arrive, sync
+from .channel import EMPTY_K, EMPTY_V, WARPGROUP, arrive, pass_turn, take_turn
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, operand, rows_of, shared
 
 SLACK = gl.constexpr(8.0)  # powers of two that a score may lie above the maximum in use
-PAIR = gl.constexpr(256)  # threads at a turn: the warpgroup that had it and the next
 
 
 class Call(NamedTuple):
@@ -25,6 +24,12 @@ class Call(NamedTuple):
     left: object
     right: object
     scale_log2: object
+
+
+@gluon.jit
+def release(EMPTY: gl.constexpr, slot, TILE: gl.constexpr):
+    """A warpgroup has read a slot of K or V."""
+    arrive(EMPTY + slot, WARPGROUP * TILE.consumers + 32)
 
 
 @gluon.jit
@@ -175,16 +180,14 @@ def unseen_blocks(position, blocks, hi, call, TILE: gl.constexpr):
 @gluon.jit
 def skip_block(k, v, use, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
     """Gives a block back unread. It must have come: the slot may still be on its way to the readers of the block before."""
-    READERS: gl.constexpr = WARPGROUP * TILE.consumers + 32
     slot = use % TILE.stages
     full = (use // TILE.stages) & 1
     mbarrier.wait(k.full.index(slot), full)
-    if TILE.pingpong:
-        sync(TURN + WARPGROUP_ID, PAIR)
-        arrive(TURN + (WARPGROUP_ID + 1) % TILE.consumers, PAIR)
-    arrive(EMPTY_K + slot, READERS)
+    take_turn(WARPGROUP_ID)
+    pass_turn(WARPGROUP_ID, TILE)
+    release(EMPTY_K, slot, TILE)
     mbarrier.wait(v.full.index(slot), full)
-    arrive(EMPTY_V + slot, READERS)
+    release(EMPTY_V, slot, TILE)
 
 
 @gluon.jit
@@ -194,13 +197,11 @@ def first_block(q, k, v, use, block, q_pos_M, task, call, WARPGROUP_ID: gl.const
     full = (use // TILE.stages) & 1
     hi = task.hi - block * TILE.n
     mbarrier.wait(k.full.index(slot), full)
-    if TILE.pingpong:
-        sync(TURN + WARPGROUP_ID, PAIR)
+    take_turn(WARPGROUP_ID)
     s_MN = start_scores(q, k, slot, WARPGROUP_ID, TILE)
-    if TILE.pingpong:
-        arrive(TURN + (WARPGROUP_ID + 1) % TILE.consumers, PAIR)
+    pass_turn(WARPGROUP_ID, TILE)
     s_MN = score(warpgroup_mma_wait(0, deps=(s_MN,)), SPEC)
-    arrive(EMPTY_K + slot, WARPGROUP * TILE.consumers + 32)
+    release(EMPTY_K, slot, TILE)
     if SPEC.ragged or SPEC.left or SPEC.right:
         s_MN = masked(s_MN, q_pos_M, hi - TILE.n, task.rows_k, call, SPEC, TILE)
     m_M = raise_maximum(s_MN, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n))), call.scale_log2)
@@ -218,21 +219,18 @@ def next_block(
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Adds P V of the block before to acc, and makes (p, m, l) of this one meanwhile."""
-    READERS: gl.constexpr = WARPGROUP * TILE.consumers + 32
     slot = use % TILE.stages
     slot_v = (use - 1) % TILE.stages
     mbarrier.wait(k.full.index(slot), (use // TILE.stages) & 1)
-    if TILE.pingpong:
-        sync(TURN + WARPGROUP_ID, PAIR)
+    take_turn(WARPGROUP_ID)
     s_MN = start_scores(q, k, slot, WARPGROUP_ID, TILE)
     mbarrier.wait(v.full.index(slot_v), ((use - 1) // TILE.stages) & 1)
     p_MN = as_operand(p, v.tiles.dtype, TILE)
     acc_MV = start_values(p_MN, v, slot_v, acc_MV, TILE)
-    if TILE.pingpong:
-        arrive(TURN + (WARPGROUP_ID + 1) % TILE.consumers, PAIR)
+    pass_turn(WARPGROUP_ID, TILE)
     s_MN = score(warpgroup_mma_wait(1, deps=(s_MN,)), SPEC)
     if not TILE.pinned:
-        arrive(EMPTY_K + slot, READERS)
+        release(EMPTY_K, slot, TILE)
     if TILE.mask_loop:
         if (block < task.full_from) | (block >= task.full_to):
             s_MN = masked(s_MN, q_pos_M, task.hi - (block + 1) * TILE.n, task.rows_k, call, SPEC, TILE)
@@ -241,13 +239,13 @@ def next_block(
         m_new_M = gl.where(m_new_M - m_M > SLACK, m_new_M, m_M)
     if TILE.pinned:
         m_new_M = pin(m_new_M)
-        arrive(EMPTY_K + slot, READERS)
+        release(EMPTY_K, slot, TILE)
     shift_M = finite_shift(m_new_M)
     alpha_M = gl.exp2(m_M - shift_M)
     next_p_MN = gl.exp2(s_MN * call.scale_log2 - shift_M[:, None])
     sums_MC = partial_sums(next_p_MN, TILE)
     l_MC = l_MC * gl.convert_layout(alpha_M, gl.SliceLayout(1, sums_MC.type.layout))[:, None] + sums_MC
     acc_MV, p_MN = warpgroup_mma_wait(0, deps=(acc_MV, p_MN))
-    arrive(EMPTY_V + slot_v, READERS)
+    release(EMPTY_V, slot_v, TILE)
     acc_MV = rescaled(acc_MV, alpha_M, TILE)
     return carried(next_p_MN, v.tiles.dtype, TILE), m_new_M, l_MC, acc_MV

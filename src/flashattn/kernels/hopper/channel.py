@@ -11,6 +11,7 @@ from typing import NamedTuple
 from .gluon import async_load, gl, gluon, mbarrier, reinterpret
 
 WARPGROUP = gl.constexpr(128)
+PAIR = gl.constexpr(256)  # threads at a turn: the warpgroup that had it and the next
 # Triton takes 0 for the first partition, 1 to start the others and from 2 on one for each of the (at most three) others.
 EMPTY_Q = gl.constexpr(5)  # + warpgroup
 TURN = gl.constexpr(8)  # + warpgroup
@@ -62,6 +63,17 @@ def arrive(barrier, THREADS: gl.constexpr):
 def sync(barrier, THREADS: gl.constexpr):
     """Wait at a named barrier until so many threads, these among them, have come."""
     gl.inline_asm_elementwise("bar.sync $1, $2; mov.u32 $0, 0;", "=r,r,r", [barrier, THREADS], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def take_turn(WARPGROUP_ID: gl.constexpr):
+    """Warpgroups issue products in turn, so that one's softmax runs beside another's products."""
+    sync(TURN + WARPGROUP_ID, PAIR)
+
+
+@gluon.jit
+def pass_turn(WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
+    arrive(TURN + (WARPGROUP_ID + 1) % TILE.consumers, PAIR)
 
 
 @gluon.jit

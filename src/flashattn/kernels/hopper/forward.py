@@ -9,12 +9,11 @@ instructions are dear here: a second loop for masked blocks costs more than the 
 """
 
 from ..common.softmax import natural_lse
-from .block import PAIR, Call, as_operand, first_block, next_block, skip_block, start_values, unseen_blocks
+from .block import Call, as_operand, first_block, next_block, release, skip_block, start_values, unseen_blocks
 from .channel import (
     EMPTY_K,
     EMPTY_Q,
     EMPTY_V,
-    TURN,
     WARPGROUP,
     arrive,
     await_task,
@@ -22,8 +21,9 @@ from .channel import (
     forget,
     make_ring,
     make_tasks,
+    pass_turn,
     publish,
-    sync,
+    take_turn,
     task_of,
 )  # fmt: skip
 from .gluon import async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait, warpgroup_mma_wait
@@ -113,13 +113,11 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
     N: gl.constexpr = TILE.n
     WIDTH: gl.constexpr = TILE.dv
     ROW: gl.constexpr = gl.SliceLayout(1, accumulator(N))
-    READERS: gl.constexpr = WARPGROUP * TILE.consumers + 32
     blocks = await_task(tasks, 0)
     turn = 0
     used = 0  # blocks folded so far
-    if TILE.pingpong:
-        if TILE.consumers - 1 == WARPGROUP_ID:  # the first warpgroup goes first
-            arrive(TURN, PAIR)
+    if TILE.consumers - 1 == WARPGROUP_ID:  # the first warpgroup goes first
+        pass_turn(WARPGROUP_ID, TILE)
     while blocks > 0:
         task = task_of(tasks, turn)
         position = task.position + WARPGROUP_ID * ROWS
@@ -145,7 +143,7 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         acc_MV = start_values(p_MN, v, slot, acc_MV, TILE)
         blocks = await_task(tasks, turn + 1)  # beside the last product
         acc_MV, p_MN = warpgroup_mma_wait(0, deps=(acc_MV, p_MN))
-        arrive(EMPTY_V + slot, READERS)
+        release(EMPTY_V, slot, TILE)
         task = task_of(tasks, turn)
         forget(tasks, turn)
         out_tile = out_tiles.index((WARPGROUP_ID * TILE.d + TILE.dv - 1) // TILE.dv if TILE.alias else WARPGROUP_ID)
@@ -153,9 +151,8 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         turn += 1
         if TILE.alias:
             arrive(EMPTY_Q + WARPGROUP_ID, WARPGROUP + 32)
-    if TILE.pingpong:
-        if WARPGROUP_ID == 0:  # as many syncs as arrivals
-            sync(TURN, PAIR)
+    if WARPGROUP_ID == 0:  # as many syncs as arrivals
+        take_turn(WARPGROUP_ID)
     if not SPEC.varlen:
         store_wait(0)
 

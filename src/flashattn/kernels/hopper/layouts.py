@@ -24,7 +24,6 @@ class Tile(NamedTuple):
     stages: int  # slots for blocks of K, and of V
     registers: int  # of a thread of a consumer
     load_registers: int  # of a thread of the loading warp
-    pingpong: bool  # warpgroups take turns at issuing products, so that one's softmax runs beside another's products
     pinned: bool  # the row maximum is made before the wait for P V
     paired: bool  # probabilities are carried as pairs, which keeps the compiler from taking them apart
     lazy: bool  # the maximum follows only by steps of more than 2^8, so that out is seldom rescaled
