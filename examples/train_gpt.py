@@ -33,7 +33,7 @@ from gpt import GPT, generate, make_attention
 # Slow warm-up and a learning rate below the edge of stability: beyond it the rounding of two attentions grows into different losses.
 PRESETS = {
     "small": {"layers": 4, "width": 128, "heads": 4, "hidden": 384, "seq": 256, "batch": 4, "steps": 600, "lr": 1.5e-3},
-    "124m": {"layers": 12, "width": 768, "heads": 12, "hidden": 3456, "seq": 4096, "batch": 16, "steps": 300, "lr": 4e-4},
+    "124m": {"layers": 12, "width": 768, "heads": 12, "hidden": 3456, "seq": 4096, "batch": 16, "steps": 300, "lr": 2e-4},
 }
 SIZES = {
     "layers": "blocks of the model",
