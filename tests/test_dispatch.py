@@ -23,7 +23,7 @@ from flashattn.dispatch import configs, table
 from flashattn.dispatch.configs import hopper, portable
 from flashattn.dispatch.explain import explain as explain_problem
 from flashattn.dispatch.select import launcher, select
-from flashattn.dispatch.table import DIRECTIONS, KERNELS, TABLES, Kernel, padded_head_dim
+from flashattn.dispatch.table import FEW, DIRECTIONS, KERNELS, TABLES, Kernel, padded_head_dim
 from flashattn.problem import DTYPES, Problem
 from flashattn.torch_ops import schemas
 from flashattn.torch_ops.describe import _machine
@@ -97,12 +97,20 @@ def test_every_head_dim_has_a_tile_for_hopper():
     for head_dim, head_dim_v in product(range(1, 257), range(8, 257, 8)):
         lengths = {"seqlen_q": 4096, "seqlen_k": 4096}
         for change in ({}, {"window_right": 0}, {"window_right": 0, **lengths}, {"varlen": True, "total_q": 256, "total_k": 256}):
-            problem = replace(PROBLEM, head_dim=head_dim, head_dim_v=head_dim_v, aligned=True, **change)
+            problem = replace(PROBLEM, batch=64, head_dim=head_dim, head_dim_v=head_dim_v, aligned=True, **change)
             assert ROWS["hopper"].reasons(problem, "forward") == []
             row = ROWS["hopper"].rows(problem)["forward"]
             assert row.block_m == 64 * row.consumers and row.num_warps % 4 == 0
             taken.add(row)
     assert taken == set(hopper.ROWS.values())
+
+
+def test_tiles_that_all_start_at_once_are_not_drawn():
+    for heads, tickets in ((FEW, False), (FEW + 1, True)):
+        problem = replace(PROBLEM, batch=1, heads_q=heads, heads_kv=1, seqlen_q=100, window_right=0)
+        assert ROWS["hopper"].rows(problem)["forward"].tickets is tickets
+        packed = replace(problem, varlen=True, total_q=100, total_k=100)  # of a few slots more than rows tell
+        assert ROWS["hopper"].rows(packed)["forward"].tickets
 
 
 def test_head_dims_are_padded_to_the_next_power_of_two_from_16_on():
