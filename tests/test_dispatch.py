@@ -23,7 +23,7 @@ from flashattn.dispatch import configs, table
 from flashattn.dispatch.configs import hopper, portable
 from flashattn.dispatch.explain import explain as explain_problem
 from flashattn.dispatch.select import launcher, select
-from flashattn.dispatch.table import FEW, DIRECTIONS, KERNELS, TABLES, Kernel, padded_head_dim
+from flashattn.dispatch.table import DIRECTIONS, FEW, KERNELS, TABLES, Kernel, padded_head_dim
 from flashattn.problem import DTYPES, Problem
 from flashattn.torch_ops import schemas
 from flashattn.torch_ops.describe import _machine
