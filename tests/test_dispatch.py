@@ -62,7 +62,7 @@ MACHINES = [
 # --------------------------------------------------------------------------------------------------------------------------- table
 
 
-@pytest.mark.parametrize("dtype, capability", product(DTYPES, CAPABILITIES))
+@pytest.mark.parametrize("dtype, capability", list(product(DTYPES, CAPABILITIES)))
 def test_every_head_dim_has_a_tile_for_every_pass(dtype, capability):
     for head_dim in range(1, 257):
         for head_dim_v in {1, head_dim, 257 - head_dim, 256}:
@@ -321,7 +321,7 @@ def test_cpu_tensors_get_triton_only_in_its_interpreter(value, expected):
     assert (done.stdout.strip(), done.returncode) == (expected, 0), done.stderr
 
 
-@pytest.mark.parametrize("interpret, dtype", product((False, True), (torch.float32, torch.bfloat16)))
+@pytest.mark.parametrize("interpret, dtype", list(product((False, True), (torch.float32, torch.bfloat16))))
 def test_explain_names_what_runs(monkeypatch, interpret, dtype):
     monkeypatch.setenv("TRITON_INTERPRET", "1" if interpret else "0")
     ran = []
