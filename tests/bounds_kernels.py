@@ -1,4 +1,4 @@
-"""The kernel of test_bounds.py: the two questions of kernels/common/bounds.py for many tiles at once.
+"""The kernels of test_bounds.py: the two questions of kernels/common/bounds.py, and the mask, for many tiles or pairs at once.
 
 In a file of its own because a kernel is bound to the compiler or to the interpreter when its module is loaded. Both questions are
 arithmetic on numbers, so a whole block of tiles is asked about in one go, a tile a lane.
@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.common.bounds import key_range, query_range
+from flashattn.kernels.common.mask import first_key, keep_mask, last_key
 
 
 @triton.jit
@@ -34,3 +35,20 @@ def bounds_kernel(
     tl.store(out + tiles + lane, full_lo, mask=inside)
     tl.store(out + 2 * tiles + lane, full_hi, mask=inside)
     tl.store(out + 3 * tiles + lane, hi, mask=inside)
+
+
+@triton.jit
+def mask_kernel(q_pos, k_pos, rows_k, left, right, out, pairs, SPEC: tl.constexpr, LANES: tl.constexpr):
+    """out[2, pairs]: does the row at q_pos keep the key at k_pos? Asked of the pair, and of the row."""
+    lane = tl.program_id(0) * LANES + tl.arange(0, LANES)
+    inside = lane < pairs
+    q = tl.load(q_pos + lane, mask=inside, other=0)
+    k = tl.load(k_pos + lane, mask=inside, other=0)
+    rows = tl.load(rows_k + lane, mask=inside, other=1)
+    left_ = tl.load(left + lane, mask=inside, other=0)
+    right_ = tl.load(right + lane, mask=inside, other=0)
+    tl.store(out + lane, keep_mask(q, k, k < rows, left_, right_, SPEC).to(tl.int32), mask=inside)
+    keep = k <= last_key(q, rows, right_, SPEC)
+    if SPEC.left:
+        keep = keep & (k >= first_key(q, left_))
+    tl.store(out + pairs + lane, keep.to(tl.int32), mask=inside)

@@ -3,10 +3,13 @@
     python tests/sanitize.py                      memcheck and racecheck
     python tests/sanitize.py memcheck             one of its tools
 
-Nothing but that kernel is instrumented, since PyTorch's own take minutes. The surprising fact: memory must not come from PyTorch's cache,
-where the neighbour of a tensor is another tensor and an access past the end is none.
+Nothing but that kernel is instrumented, since PyTorch's own take minutes. Two surprising facts. Memory must not come from PyTorch's cache,
+where the neighbour of a tensor is another tensor and an access past the end is none. And racecheck takes Triton's own hand-over to its
+partitions for a race: what it passes to a waiting warp through shared memory, by a barrier that racecheck doesn't follow. Such hazards
+have both accesses on lines of the kernel's entry, which itself touches no shared memory after the partitions start, and are only counted.
 """
 
+import ast
 import os
 import re
 import shutil
@@ -41,11 +44,31 @@ def launch_all() -> None:
     print("launched all")
 
 
+def entry_lines() -> set[int]:
+    """Lines of the kernel's entry, in the file that holds its roles too."""
+    source = (Path(__file__).resolve().parent.parent / "src/flashattn/kernels/hopper/forward.py").read_text()
+    entry = next(node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == KERNEL)
+    return set(range(entry.lineno, entry.end_lineno + 1))
+
+
+def races(text: str) -> tuple[list[str], int]:
+    """(hazards in the roles, number of hazards of Triton's hand-over) of racecheck's report."""
+    found, handed = [], 0
+    for report in re.split(r"\n=+ *\n", text):
+        if "Race reported" in report:
+            places = re.findall(r" in (\S+\.py):(\d+)", report)
+            ours = [place for place in places if place[0] != "forward.py" or int(place[1]) not in entry_lines()]
+            found += [report] if ours or not places else []
+            handed += not ours and bool(places)
+    return found, handed
+
+
 def sanitize(tool: str) -> bool:
     """Whether `tool` finds nothing."""
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [program, f"--tool={tool}", f"--kernel-name=kernel_substring={KERNEL}", "--print-limit=5", sys.executable, __file__, "--here"]
+    only = f"--kernel-name=kernel_substring={KERNEL}"
+    command = [program, f"--tool={tool}", only, "--print-limit=10000", sys.executable, __file__, "--here"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, env=environment)
     except (OSError, subprocess.TimeoutExpired) as error:
@@ -53,9 +76,12 @@ def sanitize(tool: str) -> bool:
         return False
     text = done.stdout + done.stderr
     summary = re.findall(r"=+ ((?:ERROR|RACECHECK) SUMMARY: .*)", text)
-    clean = bool(summary) and all(re.search(r" 0 (?:errors|hazards)", line) for line in summary)
+    found, handed = races(text)
+    clean = bool(summary) and (tool == "racecheck" or all(" 0 errors" in line for line in summary)) and not found
+    if handed:
+        summary.append(f"{handed} of Triton's hand-over to its partitions")
     good = clean and done.returncode == 0 and "launched all" in text
-    print(f"{tool}: {'; '.join(summary) or 'no summary'}" + ("" if good else f"\n{text[-4000:]}"))
+    print(f"{tool}: {'; '.join(summary) or 'no summary'}" + ("" if good else f"\n{(chr(10).join(found) or text)[-4000:]}"))
     return good
 
 

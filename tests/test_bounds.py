@@ -112,3 +112,31 @@ def test_ranges_are_exact_from_both_sides(device, left, right, top_left):
         by_keys = check(queries, keep.transpose(0, 2, 1), exists_k, rows_q, block_n, block_m).transpose(0, 2, 1)
         pairs = tiled(tiled(keep, block_m, 1, False).any(2), block_n, 2, False).any(3)
         assert (by_rows & by_keys == pairs).all(), "one question is the inverse of the other"
+
+
+@pytest.mark.parametrize("ragged", [False, True])
+@pytest.mark.parametrize("left, right", list(product((False, True), repeat=2)))
+@pytest.mark.parametrize("device", WHERE)
+def test_a_row_keeps_the_keys_that_its_pairs_keep(device, left, right, ragged):
+    """Near zero, where every comparison turns, and near 2**30, where differences pass 2**31."""
+    from bounds_kernels import mask_kernel
+    from flashattn.kernels.structs import Spec
+
+    random = np.random.default_rng(0)
+    count = 20_000
+    far = random.choice([0, (1 << 30) - 400], (5, count))
+    q_pos, k_pos, rows_k, left_, right_ = (random.integers(0, 40, (5, count)) + far).astype(np.int32)
+    q_pos = q_pos * random.choice([-1, 1], count).astype(np.int32)
+    k_pos, rows_k = (np.where(far[0] > 0, x, x % 64) for x in (k_pos, rows_k))
+    if not (ragged or left):  # then every key that is asked about exists
+        k_pos = np.minimum(k_pos, rows_k - 1).clip(0)
+        rows_k = rows_k.clip(1)
+    spec = Spec(varlen=False, left=left, right=right, top_left=False, ragged=ragged, sign=1, prescaled=False, tf32=False, grouped=False)
+    out = torch.full((2, count), -1, dtype=torch.int32, device=device)
+    columns = [torch.from_numpy(np.ascontiguousarray(x, dtype=np.int32)).to(device) for x in (q_pos, k_pos, rows_k, left_, right_)]
+    lanes = 1 << 15 if device == "cpu" else 256
+    mask_kernel[(-(-count // lanes),)](*columns, out, count, spec, LANES=lanes)
+    by_pairs, by_rows = out.cpu()
+    assert torch.equal(by_pairs, by_rows)
+    assert ragged or left or right or by_pairs.all()
+    assert by_pairs.sum() > 0 and (by_pairs.sum() < count or not (ragged or left or right))

@@ -28,7 +28,8 @@ VARIANTS = {
     "window": {"window_left": 300, "window_right": 5, "top_left": True},
     "ragged": {"seqlen_k": 2045},
     "ragged-negative": {"seqlen_k": 2045, "softmax_scale": -0.1},
-    "packed": {"varlen": True, "total_q": 8192, "total_k": 8192, "dtype": "float16"},
+    "packed": {"varlen": True, "total_q": 2048, "total_k": 2048, "dtype": "float16"},
+    "packed-long": {"varlen": True, "total_q": 8192, "total_k": 8192, "window_right": 0},
     "packed-window": {"varlen": True, "total_q": 8192, "total_k": 8192, "window_left": 300, "window_right": 0, "heads_kv": 2},
 }
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants; these take the hardest

@@ -138,16 +138,22 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
     return found
 
 
+def _hopper_kinds(problem: Problem) -> list[str]:
+    """Kinds of row that serve a problem, the most special first."""
+    limited = problem.window_left is not None
+    if problem.varlen:
+        long = problem.total_q >= hopper.LONG // 2 * problem.batch  # on average: many of which are longer
+        return ["packed long", "packed"] if long and not limited else ["packed"]
+    if not limited and problem.window_right is None:
+        return ["open"]
+    return ["window" if limited else "long" if problem.seqlen_q >= hopper.LONG else "masked", "masked"]
+
+
 def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig]:
     largest = max(problem.head_dim, problem.head_dim_v)
     # 192 is a tile for queries and keys, not for values, whose tile is a power of two
     size = 64 if largest <= 64 else 128 if problem.head_dim <= 192 and problem.head_dim_v <= 128 else 256
-    masked = (problem.window_left, problem.window_right) != (None, None)
-    kind = "packed" if problem.varlen else "masked" if masked else "open"
-    special = "window" if problem.window_left is not None else "long" if problem.seqlen_q >= hopper.LONG else kind
-    if kind == "masked" and ("forward", size, special) in hopper.ROWS:
-        kind = special
-    row = hopper.ROWS["forward", size, kind]
+    row = next(hopper.ROWS["forward", size, kind] for kind in _hopper_kinds(problem) if ("forward", size, kind) in hopper.ROWS)
     if not problem.varlen and problem.batch * problem.heads_q * -(-problem.seqlen_q // row.block_m) <= FEW:
         row = row._replace(tickets=False, lead=0)  # the host asks for no counter, 1 us of 25
     return {"forward": row}

@@ -1,4 +1,4 @@
-"""The keep-mask (True = attend) of a tile of scores."""
+"""The keep-mask (True = attend) of a tile of scores, asked of each score or of each row."""
 
 import triton
 import triton.language as tl
@@ -16,3 +16,22 @@ def keep_mask(q_pos, k_pos, inside, left, right, SPEC: tl.constexpr):
     if SPEC.right:
         keep = keep & (k_pos <= q_pos + right)
     return keep
+
+
+@triton.jit
+def last_key(q_pos, rows_k, right, SPEC: tl.constexpr):
+    """The last key that a row may keep; negative where there is none. Where all keys exist that are asked about, rows_k may not matter."""
+    if SPEC.right:
+        if SPEC.ragged or SPEC.left:  # a tile without keys may visit a block past the last one if there is a left limit
+            last = tl.minimum(q_pos + right, rows_k - 1)
+        else:
+            last = q_pos + right
+    else:
+        last = q_pos * 0 + (rows_k - 1)
+    return last
+
+
+@triton.jit
+def first_key(q_pos, left):
+    """The first key that a row may keep where there is a left limit."""
+    return q_pos - left

@@ -6,7 +6,7 @@ runs beside P V. So the loop carries P. Method: Shah et al. 2024 (FlashAttention
 
 from typing import NamedTuple
 
-from ..common.mask import keep_mask
+from ..common.mask import first_key, last_key
 from ..common.score import score
 from ..common.softmax import finite_shift, raise_maximum
 from .channel import EMPTY_K, EMPTY_V, WARPGROUP, arrive, pass_turn, take_turn
@@ -57,26 +57,40 @@ def start_values(p_MN, v, slot, acc_MV, TILE: gl.constexpr):
 
 
 @gluon.jit
-def masked(s_MN, q_pos_M, n0, rows_k, call, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Scores of the block at key n0, -inf where the mask says no.
+def cut(s_MN, limit_M, UPPER: gl.constexpr, TILE: gl.constexpr):
+    """Scores with -inf in the columns above (or below) a row's limit, a column too.
 
-    Asked in groups of 8 columns, each with a diagonal of its own: a thread then needs the numbers of two columns in registers, not of all
-    its 32, which the compiler would keep from tile to tile.
+    Asked in groups of 8 columns, whose number is an immediate of the comparison: a thread needs the numbers of two columns of two rows in
+    registers, and not of all its 32 columns, which the compiler would keep from tile to tile.
     """
     GROUPS: gl.constexpr = TILE.n // 8
     s_MGC = s_MN.reshape([ROWS, GROUPS, 8])
     LAYOUT: gl.constexpr = s_MGC.type.layout
-    first_G = n0 + 8 * gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
+    group_MGC = 8 * gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
     column_C = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    q_pos_MG = gl.convert_layout(q_pos_M, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))[:, None] - first_G[None, :]
-    if SPEC.ragged or SPEC.left:  # a tile without keys may visit a block past the last key if there is a left limit
-        left_G = rows_k - gl.convert_layout(first_G, gl.SliceLayout(1, gl.SliceLayout(0, LAYOUT)))
-        inside_GC = gl.convert_layout(column_C, gl.SliceLayout(0, gl.SliceLayout(0, LAYOUT)))[None, :] < left_G[:, None]
-    else:
-        inside_GC = gl.full([GROUPS, 8], True, gl.int1, gl.SliceLayout(0, LAYOUT))
-    column_MC = column_C[None, :]
-    keep = keep_mask(q_pos_MG[:, :, None], column_MC[:, None, :], inside_GC[None, :, :], call.left, call.right, SPEC)
+    limit_M = gl.convert_layout(limit_M, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))
+    past_MGC = (column_C[None, :] - limit_M[:, None])[:, None, :]
+    keep = past_MGC <= -group_MGC if UPPER else past_MGC >= -group_MGC
     return gl.convert_layout(gl.where(keep, s_MGC, float("-inf")).reshape([ROWS, 8 * GROUPS]), s_MN.type.layout)
+
+
+@gluon.jit
+def masked(s_MN, position, n0, rows_k, call, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """Scores of the block at key n0, -inf where the mask says no. Each side is asked where it can say no: few blocks lie on both edges.
+
+    position: of the diagonal in the warpgroup's first row. Made to look as if it changed from block to block, or the compiler would keep in
+    registers, of which a tile has none to spare, what follows from it.
+    """
+    end = n0 + TILE.n
+    here = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [position, n0], dtype=gl.int32, is_pure=True, pack=1)
+    q_pos_M = here + gl.arange(0, ROWS, gl.SliceLayout(1, s_MN.type.layout))
+    if SPEC.ragged or SPEC.left or SPEC.right:
+        if end > last_key(position, rows_k, call.right, SPEC) + 1:
+            s_MN = cut(s_MN, last_key(q_pos_M, rows_k, call.right, SPEC) - n0, True, TILE)
+    if SPEC.left:
+        if n0 < first_key(position + (ROWS - 1), call.left):
+            s_MN = cut(s_MN, first_key(q_pos_M, call.left) - n0, False, TILE)
+    return s_MN
 
 
 @gluon.jit
@@ -191,7 +205,7 @@ def skip_block(k, v, use, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def first_block(q, k, v, use, block, q_pos_M, task, call, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+def first_block(q, k, v, use, block, position, task, call, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
     """(p, m, l) of the first block that a warpgroup visits, the `block`-th from the last; its product with V not yet started."""
     slot = use % TILE.stages
     full = (use // TILE.stages) & 1
@@ -202,8 +216,7 @@ def first_block(q, k, v, use, block, q_pos_M, task, call, WARPGROUP_ID: gl.const
     pass_turn(WARPGROUP_ID, TILE)
     s_MN = score(warpgroup_mma_wait(0, deps=(s_MN,)), SPEC)
     release(EMPTY_K, slot, TILE)
-    if SPEC.ragged or SPEC.left or SPEC.right:
-        s_MN = masked(s_MN, q_pos_M, hi - TILE.n, task.rows_k, call, SPEC, TILE)
+    s_MN = masked(s_MN, position, hi - TILE.n, task.rows_k, call, SPEC, TILE)
     m_M = raise_maximum(s_MN, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n))), call.scale_log2)
     p_MN = gl.exp2(s_MN * call.scale_log2 - finite_shift(m_M)[:, None])
     if SPEC.varlen:
@@ -215,7 +228,7 @@ def first_block(q, k, v, use, block, q_pos_M, task, call, WARPGROUP_ID: gl.const
 
 @gluon.jit
 def next_block(
-    p, m_M, l_MC, acc_MV, q, k, v, use, block, q_pos_M, task, call,
+    p, m_M, l_MC, acc_MV, q, k, v, use, block, position, task, call,
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Adds P V of the block before to acc, and makes (p, m, l) of this one meanwhile."""
@@ -232,8 +245,7 @@ def next_block(
     if not TILE.pinned:
         release(EMPTY_K, slot, TILE)
     if TILE.mask_loop:
-        if (block < task.full_from) | (block >= task.full_to):
-            s_MN = masked(s_MN, q_pos_M, task.hi - (block + 1) * TILE.n, task.rows_k, call, SPEC, TILE)
+        s_MN = masked(s_MN, position, task.hi - (block + 1) * TILE.n, task.rows_k, call, SPEC, TILE)
     m_new_M = raise_maximum(s_MN, m_M, call.scale_log2)
     if TILE.lazy:
         m_new_M = gl.where(m_new_M - m_M > SLACK, m_new_M, m_M)

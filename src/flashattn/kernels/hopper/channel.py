@@ -45,8 +45,6 @@ class Task(NamedTuple):
     position: object  # of the diagonal in the first row
     rows_k: object  # keys of the sequence
     hi: object  # where the blocks end; they are walked from there
-    full_from: object  # the blocks [full_from, full_to), counted from the last one, need no mask
-    full_to: object
 
 
 FIELDS = gl.constexpr(len(Task._fields))
@@ -137,8 +135,7 @@ def task_of(tasks, turn):
     """The `turn`-th tile. What is not used is not read, and what is used late is read late: a warpgroup has no registers to spare."""
     return Task(
         number(tasks, turn, 0), number(tasks, turn, 1), number(tasks, turn, 2), number(tasks, turn, 3), number(tasks, turn, 4),
-        number(tasks, turn, 5), number(tasks, turn, 6), number(tasks, turn, 7), number(tasks, turn, 8),
-        number(tasks, turn, 9),
+        number(tasks, turn, 5), number(tasks, turn, 6), number(tasks, turn, 7),
     )  # fmt: skip
 
 

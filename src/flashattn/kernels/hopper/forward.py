@@ -110,9 +110,7 @@ def write(acc_MV, m_M, l_MC, out, lse, out_tile, task, call, WARPGROUP_ID: gl.co
 @gluon.jit
 def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
     """A warpgroup: its 64 rows of one tile after the other."""
-    N: gl.constexpr = TILE.n
     WIDTH: gl.constexpr = TILE.dv
-    ROW: gl.constexpr = gl.SliceLayout(1, accumulator(N))
     blocks = await_task(tasks, 0)
     turn = 0
     used = 0  # blocks folded so far
@@ -121,18 +119,17 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
     while blocks > 0:
         task = task_of(tasks, turn)
         position = task.position + WARPGROUP_ID * ROWS
-        q_pos_M = position + gl.arange(0, ROWS, ROW)
         first = 0
         if SPEC.right:
             first = unseen_blocks(position, blocks, task.hi, call, TILE)
             for block in range(first):
                 skip_block(k, v, used + block, WARPGROUP_ID, TILE)
         mbarrier.wait(q.full.index(WARPGROUP_ID), turn & 1)
-        p, m_M, l_MC = first_block(q, k, v, used + first, first, q_pos_M, task, call, WARPGROUP_ID, SPEC, TILE)
+        p, m_M, l_MC = first_block(q, k, v, used + first, first, position, task, call, WARPGROUP_ID, SPEC, TILE)
         acc_MV = gl.zeros([ROWS, WIDTH], gl.float32, accumulator(WIDTH))
         for block in range(first + 1, blocks):
             p, m_M, l_MC, acc_MV = next_block(
-                p, m_M, l_MC, acc_MV, q, k, v, used + block, block, q_pos_M, task, call, WARPGROUP_ID, SPEC, TILE
+                p, m_M, l_MC, acc_MV, q, k, v, used + block, block, position, task, call, WARPGROUP_ID, SPEC, TILE
             )
         used += blocks
         if not TILE.alias:

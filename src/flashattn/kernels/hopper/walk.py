@@ -69,12 +69,10 @@ def look(index, walk, SPEC: gl.constexpr, TILE: gl.constexpr):
     )
     m0 = tile * BLOCK
     diagonal = 0 if SPEC.top_left else rows_k - rows_q
-    lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, walk.left, walk.right, SPEC, BLOCK, TILE.n)
+    lo, _, _, hi = key_range(m0, rows_q, rows_k, diagonal, walk.left, walk.right, SPEC, BLOCK, TILE.n)
     hi = gl.maximum(hi, lo + TILE.n)
     blocks = gl.where(index < walk.tiles, (hi - lo) // TILE.n, 0)
-    task = Task(
-        blocks, entry, head, q_start + m0, rows_q - m0, m0 + diagonal, rows_k, hi, (hi - full_hi) // TILE.n, (hi - full_lo) // TILE.n
-    )
+    task = Task(blocks, entry, head, q_start + m0, rows_q - m0, m0 + diagonal, rows_k, hi)
     return index, task, k_start + hi
 
 
