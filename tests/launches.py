@@ -5,7 +5,7 @@ The surprising fact: a tensor on "meta" has the address 0, a multiple of everyth
 
 import torch
 
-from flashattn.dispatch.table import hopper_rows, portable_rows
+from flashattn.dispatch.table import hopper_backward_row, hopper_padded, hopper_rows, portable_rows
 from flashattn.problem import Problem
 
 
@@ -40,4 +40,41 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     else:
         wanted = (k if "k" in needs and name != "dv" else None, v if "v" in needs and name != "dk" else None)
         kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu)
+    return kernel, args, options
+
+
+def hopper_backward_launch(problem: Problem, needs: str = "qkv", row=None, name: str = "backward"):
+    """(kernel, arguments, options) of the Hopper backward: its kernel, or the pass "before" or "after" it."""
+    from flashattn.launch import hopper_backward as launch
+
+    row = row or hopper_backward_row(problem)
+    d, _ = hopper_padded(problem, "backward")
+    packed = problem.varlen
+
+    def tensor(*shape, dtype=torch.float32):
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    def tensors(total, rows, heads, *dims):
+        shape = (total, heads) if packed else (problem.batch, rows, heads)
+        return [tensor(*shape, dim, dtype=getattr(torch, problem.dtype)) for dim in dims]
+
+    q, dout = tensors(problem.total_q, problem.seqlen_q, problem.heads_q, problem.head_dim, problem.head_dim_v)
+    k, v = tensors(problem.total_k, problem.seqlen_k, problem.heads_kv, problem.head_dim, problem.head_dim_v)
+    blocks, lanes = launch.blocks_of(problem, row.block_m)
+    numbers = tensor(blocks * lanes, 2 * row.block_m)
+    sums = tensor(blocks * lanes * row.block_m, d) if "q" in needs else None
+    turns = tensor(blocks * lanes, 2, dtype=torch.int32) if problem.deterministic and "q" in needs else None
+    cu = (tensor(problem.batch + 1, dtype=torch.int32),) * 2 if packed else (None, None)
+    if name == "before":
+        rows = (problem.heads_q, problem.total_q) if packed else (problem.batch, problem.heads_q, problem.seqlen_q)
+        lse = tensor(*rows)
+        pair = (None, None) if needs == "v" else (dout, dout)
+        negative = row.init and needs == "qkv"
+        kernel, _, args, options = launch.before_launch(problem, row, negative, lse, *pair, lse, numbers, sums, turns, cu[0])
+    elif name == "after":
+        kernel, _, args, options = launch.after_launch(problem, row, sums, q, cu[0])
+    else:
+        dk, dv = k if "k" in needs else None, v if "v" in needs else None
+        v = None if needs == "v" else v
+        kernel, _, args, options = launch.backward_launch(problem, row, q, k, v, dout, numbers, sums, dk, dv, turns, *cu)
     return kernel, args, options

@@ -29,7 +29,7 @@ VARIANTS = {
     "ragged": {"seqlen_k": 2045},
     "ragged-negative": {"seqlen_k": 2045, "softmax_scale": -0.1},
     "packed": {"varlen": True, "total_q": 2048, "total_k": 2048, "dtype": "float16"},
-    "packed-long": {"varlen": True, "total_q": 8192, "total_k": 8192, "window_right": 0},
+    "packed-causal": {"varlen": True, "total_q": 8192, "total_k": 8192, "window_right": 0},
     "packed-window": {"varlen": True, "total_q": 8192, "total_k": 8192, "window_left": 300, "window_right": 0, "heads_kv": 2},
 }
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants; these take the hardest
@@ -65,4 +65,4 @@ def test_a_shipped_row_compiles_fits_and_spills_nothing(job, compiled):
 
 def test_every_row_is_compiled():
     taken = {hopper_rows(problem_of(*job.args))["forward"] for job in jobs()}
-    assert set(hopper.ROWS.values()) <= taken
+    assert {row for key, row in hopper.ROWS.items() if key[0] == "forward"} <= taken

@@ -12,6 +12,7 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from itertools import product
+from unittest.mock import ANY
 
 import numpy
 import pytest
@@ -23,7 +24,7 @@ from flashattn.dispatch import configs, table
 from flashattn.dispatch.configs import hopper, portable
 from flashattn.dispatch.explain import explain as explain_problem
 from flashattn.dispatch.select import launcher, select
-from flashattn.dispatch.table import DIRECTIONS, FEW, KERNELS, TABLES, Kernel, padded_head_dim
+from flashattn.dispatch.table import DIRECTIONS, FEW, KERNELS, LARGEST_BACKWARD, TABLES, Kernel, padded_head_dim
 from flashattn.problem import DTYPES, Problem
 from flashattn.torch_ops import schemas
 from flashattn.torch_ops.describe import _machine
@@ -103,6 +104,11 @@ def test_every_head_dim_has_a_tile_for_hopper():
             row = ROWS["hopper"].rows(problem)["forward"]
             assert row.block_m == 64 * row.consumers and row.num_warps % 4 == 0
             taken.add(row)
+            if max(head_dim, head_dim_v) <= LARGEST_BACKWARD:
+                assert ROWS["hopper"].reasons(problem, "backward") == ([] if head_dim % 8 == 0 else [ANY])
+                taken.add(ROWS["hopper"].rows(problem)["backward"])
+            else:
+                assert any("no backward above" in reason for reason in ROWS["hopper"].reasons(problem, "backward"))
     assert taken == set(hopper.ROWS.values())
 
 
@@ -116,13 +122,16 @@ def test_tiles_that_all_start_at_once_are_not_drawn():
 
 def test_head_dims_are_padded_to_the_next_power_of_two_from_16_on():
     assert [padded_head_dim(d) for d in (1, 15, 16, 17, 64, 65, 96, 128, 129, 256)] == [16, 16, 16, 32, 64, 128, 128, 128, 256, 256]
-    assert ROWS["portable"].padded(replace(PROBLEM, head_dim=72, head_dim_v=24)) == (128, 32)
+    assert ROWS["portable"].padded(replace(PROBLEM, head_dim=72, head_dim_v=24), "forward") == (128, 32)
 
 
 def test_hopper_pads_head_dims_to_its_tiles():
-    padded = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=d)) for d in (1, 64, 65, 96, 97, 128, 129, 192, 193, 256)]
+    dims = (1, 64, 65, 96, 97, 128, 129, 192, 193, 256)
+    padded = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=d), "forward") for d in dims]
     assert [d for d, _ in padded] == [64, 64, 96, 96, 128, 128, 192, 192, 256, 256]
     assert [dv for _, dv in padded] == [64, 64, 128, 128, 128, 128, 256, 256, 256, 256]
+    backward = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=dv), "backward") for d in (64, 96) for dv in (8, 72)]
+    assert backward == [(64, 64), (128, 128), (128, 64), (128, 128)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -183,7 +192,7 @@ def front(monkeypatch):
     """A table that begins with a kernel for forwards alone, of head_dim 64; its launcher is eager's."""
     reasons = lambda problem, direction: [] if problem.head_dim == 64 else ["only 64"]  # noqa: E731
     rows = lambda problem: {"forward": configs.Config(1, 2, 3, 4)}  # noqa: E731
-    kernel = Kernel("front", reasons, rows, lambda problem: (96, 512), "flashattn.eager", directions=("forward",))
+    kernel = Kernel("front", reasons, rows, lambda problem, direction: (96, 512), "flashattn.eager", directions=("forward",))
     for module, name in product(("select", "explain"), ("KERNELS", "NAMES")):
         module = import_module(f"flashattn.dispatch.{module}")
         if hasattr(module, name):
@@ -208,7 +217,8 @@ def test_a_named_kernel_leaves_a_pass_that_it_has_not_to_the_table(front):
 def test_explain_shows_the_kernels_of_both_passes(front):
     found = explain_problem(PROBLEM, "front")
     assert found.kernels == {"forward": "front", "backward": "portable"}
-    assert found.passed_over == {"forward": {}, "backward": {name: ["it has no backward"] for name in ("front", "hopper")}}
+    unaligned = ROWS["hopper"].reasons(PROBLEM, "backward")
+    assert found.passed_over == {"forward": {}, "backward": {"front": ["it has no backward"], "hopper": unaligned}} and unaligned
     assert found.tiles == {**ROWS["portable"].rows(PROBLEM), "forward": configs.Config(1, 2, 3, 4)} and next(iter(found.tiles)) == "forward"
     text = str(found)
     assert "  kernel of the forward: front\n  kernel of the backward: portable\n    not front: it has no backward\n" in text

@@ -96,6 +96,6 @@ def explain(problem: Problem, impl: str | None) -> Explanation:
     for direction, kernel in chosen.items():  # the forward is one pass of that name, the backward is the others
         rows = {name: row for name, row in kernel.rows(problem).items() if (name == "forward") == (direction == "forward")}
         tiles |= rows
-        padded |= dict.fromkeys(rows, kernel.padded(problem))
+        padded |= dict.fromkeys(rows, kernel.padded(problem, direction))
     kernels = {direction: kernel.name for direction, kernel in chosen.items()}
     return Explanation(problem, kernels, passed_over, tiles, padded, *work(problem))

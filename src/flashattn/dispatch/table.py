@@ -22,18 +22,20 @@ FEW = 64  # tiles that every Hopper GPU starts at once, so that none is left to 
 MOST_ROWS = 1 << 30  # whose positions, shifted by the limits of a window, fit 32 bits
 MOST_LANES = 1 << 30  # rows times heads, or tiles times heads
 GLUON = (3, 6), (3, 9)  # versions of Triton whose Gluon was read; it is experimental and changes its names
+LARGEST_BACKWARD = 128  # head dim
+MOST_BLOCKS = 1 << 25  # each has two parts of dQ, of 16 rows of 256 numbers
 D_TILES, DV_TILES = (64, 96, 128, 192, 256), (64, 128, 256)  # of the Hopper kernels: head dims of queries and keys, and of values
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """rows: {pass: tile} of a problem. padded: its head_dim and head_dim_v as these tiles have them. launch: the module with a function for
-    each of `directions`."""
+    """rows: {pass: tile} of a problem. padded: its head_dim and head_dim_v as the tiles of a direction have them. launch: the module with a
+    function for each of `directions`."""
 
     name: str
     reasons: Callable[[Problem, str], list[str]]
     rows: Callable[[Problem], dict[str, Config]]
-    padded: Callable[[Problem], tuple[int, int]]
+    padded: Callable[[Problem, str], tuple[int, int]]
     launch: str
     directions: tuple[str, ...] = DIRECTIONS
 
@@ -98,7 +100,7 @@ def portable_rows(problem: Problem) -> dict[str, Config]:
     return {name: found[name] for name in names}
 
 
-def portable_padded(problem: Problem) -> tuple[int, int]:
+def portable_padded(problem: Problem, direction: str) -> tuple[int, int]:
     return padded_head_dim(problem.head_dim), padded_head_dim(problem.head_dim_v)
 
 
@@ -114,7 +116,7 @@ def gluon_reasons() -> list[str]:
 
 
 def hopper_reasons(problem: Problem, direction: str) -> list[str]:
-    found = []
+    found = hopper_backward_reasons(problem) if direction == "backward" else []
     if find_spec("triton") is None:
         found.append("triton is not installed")
     found += gluon_reasons()
@@ -149,18 +151,53 @@ def _hopper_kinds(problem: Problem) -> list[str]:
     return ["window" if limited else "long" if problem.seqlen_q >= hopper.LONG else "masked", "masked"]
 
 
-def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig]:
+def _hopper_row(direction: str, size: int, problem: Problem):
+    keys = [(direction, size, kind) for kind in _hopper_kinds(problem)]
+    return next(hopper.ROWS[key] for key in keys if key in hopper.ROWS)
+
+
+def hopper_backward_reasons(problem: Problem) -> list[str]:
+    """What is only against the backward."""
+    found = []
+    if max(problem.head_dim, problem.head_dim_v) > LARGEST_BACKWARD:
+        found.append(f"head dims {problem.head_dim}/{problem.head_dim_v}: there is no backward above {LARGEST_BACKWARD}")
+        return found
+    if problem.head_dim % 8:
+        found.append(f"head_dim {problem.head_dim}: rows of dQ and dK would not be aligned to 16 bytes")
+    rows, block = problem.total_q if problem.varlen else problem.seqlen_q, hopper_backward_row(problem).block_m
+    blocks = rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
+    if blocks * problem.heads_q > MOST_BLOCKS:
+        found.append(f"more than {MOST_BLOCKS} blocks of queries: rows of their sums are counted in 32 bits")
+    tiles = problem.total_k // 128 + problem.batch + 1 if problem.varlen else -(-problem.seqlen_k // 128) * problem.batch
+    if tiles * problem.heads_kv > MOST_LANES:
+        found.append(f"more than {MOST_LANES} blocks of keys: they are counted in 32 bits")
+    return found
+
+
+def backward_size(problem: Problem) -> int:
+    return 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+
+
+def hopper_backward_row(problem: Problem) -> hopper.HopperBackwardConfig:
+    return _hopper_row("backward", backward_size(problem), problem)
+
+
+def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig | hopper.HopperBackwardConfig]:
     largest = max(problem.head_dim, problem.head_dim_v)
     # 192 is a tile for queries and keys, not for values, whose tile is a power of two
     size = 64 if largest <= 64 else 128 if problem.head_dim <= 192 and problem.head_dim_v <= 128 else 256
-    row = next(hopper.ROWS["forward", size, kind] for kind in _hopper_kinds(problem) if ("forward", size, kind) in hopper.ROWS)
+    row = _hopper_row("forward", size, problem)
     if not problem.varlen and problem.batch * problem.heads_q * -(-problem.seqlen_q // row.block_m) <= FEW:
         row = row._replace(tickets=False, lead=0)  # the host asks for no counter, 1 us of 25
-    return {"forward": row}
+    found = {"forward": row}
+    return found if largest > LARGEST_BACKWARD else found | {"backward": hopper_backward_row(problem)}
 
 
-def hopper_padded(problem: Problem) -> tuple[int, int]:
-    """TMA reads as zero what a tile has beyond the tensor."""
+def hopper_padded(problem: Problem, direction: str = "forward") -> tuple[int, int]:
+    """TMA reads as zero what a tile has beyond the tensor. In the backward queries and keys take the tile of the row, for dQ is shared out
+    between warpgroups; values have their own."""
+    if direction == "backward":
+        return backward_size(problem), 64 if problem.head_dim_v <= 64 else 128
     d = next(tile for tile in D_TILES if tile >= problem.head_dim)
     dv = next(tile for tile in DV_TILES if tile >= problem.head_dim_v)
     return d, dv
@@ -171,7 +208,7 @@ def eager_reasons(problem: Problem, direction: str) -> list[str]:
 
 
 KERNELS = (
-    Kernel("hopper", hopper_reasons, hopper_rows, hopper_padded, "flashattn.launch.hopper", directions=("forward",)),
+    Kernel("hopper", hopper_reasons, hopper_rows, hopper_padded, "flashattn.launch.hopper"),
     Kernel("portable", portable_reasons, portable_rows, portable_padded, "flashattn.launch.portable"),
-    Kernel("eager", eager_reasons, lambda problem: {}, lambda problem: (problem.head_dim, problem.head_dim_v), "flashattn.eager"),
+    Kernel("eager", eager_reasons, lambda problem: {}, lambda problem, _: (problem.head_dim, problem.head_dim_v), "flashattn.eager"),
 )

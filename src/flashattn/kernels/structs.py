@@ -43,6 +43,7 @@ class Spec(NamedTuple):
     grouped: bool  # several query heads share a key/value head; False in a forward, which doesn't ask
     need_dk: bool = False
     need_dv: bool = False
+    need_dq: bool = False  # asked by the one kernel that makes all three
 
 
 class Tile(NamedTuple):

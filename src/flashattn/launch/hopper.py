@@ -19,6 +19,9 @@ from ..kernels.structs import Seqlens
 from ..problem import Problem
 from .cache import run, stream_of
 from .common import contiguous_rows, on_device, results, scale_log2, spec_of, totals, walk_order
+from .hopper_backward import backward
+
+__all__ = ["backward", "forward", "forward_launch"]
 
 # {consumers: registers of theirs, of the loading warp, of any thread at the start}; to find packed sequences takes the loading warp more
 REGISTERS, PACKED_REGISTERS = {2: (240, 24, 168), 3: (160, 32, 128)}, {2: (232, 40, 168), 3: (160, 32, 128)}

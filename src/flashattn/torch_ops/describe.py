@@ -55,7 +55,7 @@ def describe(
     q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic, aligned=False,
 ) -> Problem:  # fmt: skip
-    """The Problem of a call, from its (already checked) tensors. `aligned` is for forwards, since no backward asks."""
+    """The Problem of a call, from its (already checked) tensors."""
     return _problem(
         q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
         softmax_scale, window_left, window_right, top_left, deterministic,

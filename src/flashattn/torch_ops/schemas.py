@@ -34,7 +34,7 @@ def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *re
 
 def backward(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
     *options, impl, need_dq, need_dk, need_dv = rest
-    problem = describe(q, k, head_dim_v, *options)
+    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v))
     cu_seqlens_q, cu_seqlens_k = options[:2]
     run = launcher(select(problem, "backward", impl).launch).backward
     gradients = run(problem, (need_dq, need_dk, need_dv), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)

@@ -4,6 +4,7 @@ Key: (pass, largest tile of the head dims, kind). "open": nothing is masked but 
 as the next. "masked": a window or a causal diagonal, of which, where there is a row for it, "window" is one with a left limit and "long"
 one with none and at least LONG queries, so that few of a larger tile's blocks are crossed by the diagonal. "packed": sequences of lengths
 that only the GPU knows; "packed long", where there is a row for it, of LONG / 2 queries on average and no left limit.
+Rows of the backward are "open", "masked" or "packed".
 
 Figures are speeds in those of cuDNN (through SDPA) in the same interleaved run, at 1024 / 4096 / 16 384 tokens a sequence: bf16, 16 384
 tokens, heads x dim 2048, one H200, 2026-11-30, Triton 3.6.0, torch 2.11.0. They are from the making of the kernel, which changed between
@@ -41,6 +42,34 @@ class HopperConfig(NamedTuple):
         return 4 * self.consumers + 4
 
 
+class HopperBackwardConfig(NamedTuple):
+    """block_m: queries of a block, num_stages: blocks of Q, and of dO, in shared memory. A program has two warpgroups of 64 keys each.
+
+    delayed: dQ of a block is made one step later, and the warpgroups need not wait for each other. init: dP starts from -delta. fours: lse
+    and delta are read four at a time. writers: two warps send dQ away, as they always do in a deterministic call. mask: where a call has
+    one, 1 masks all blocks, 2 branches to those that need it, 3 gives them loops of their own (without grouped heads, else it is 1). heads:
+    as many at most are walked side by side, as far as what they share fits in L2.
+    """
+
+    block_m: int
+    num_stages: int
+    delayed: bool
+    init: bool
+    fours: bool
+    writers: bool
+    mask: int
+    heads: int
+
+    @property
+    def block_n(self) -> int:
+        return 128
+
+    @property
+    def num_warps(self) -> int:
+        """As for the forward; two of the other warps write."""
+        return 12
+
+
 LONG = 4096
 
 ROWS = {
@@ -65,4 +94,11 @@ ROWS = {
     # pinned these two spill, under Triton 3.9 and 3.6
     ("forward", 256, "window"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     ("forward", 256, "packed"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
+    # from the spikes of these kernels, not measured here
+    ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 1),
+    ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 64),
+    ("backward", 64, "packed"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 64),
+    ("backward", 128, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 1, 1),
+    ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, True, True, 1, 64),
+    ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, True, True, 1, 64),
 }

@@ -3,6 +3,7 @@
 Triton 3.8 renamed the copies and 3.9 took the old names away (they are still there, and raise), so the new names are looked for first.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
@@ -10,7 +11,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 __all__ = [
-    "TensorDescriptor", "async_load", "async_store", "barrier", "fence_async_shared", "gl", "gluon", "mbarrier",
+    "TensorDescriptor", "async_add", "async_load", "async_store", "barrier", "fence_async_shared", "gl", "gluon", "mbarrier",
     "reinterpret", "store_wait", "warpgroup_mma", "warpgroup_mma_wait",
 ]  # fmt: skip
 
@@ -25,3 +26,13 @@ _REINTERPRET = "reinterpret" if hasattr(gl.shared_memory_descriptor, "reinterpre
 def reinterpret(memory, dtype, shape, layout, _semantic=None):
     """The same shared memory under another shape and layout."""
     return getattr(memory, _REINTERPRET)(dtype, shape, layout, _semantic=_semantic)
+
+
+@builtin
+def _add(desc, coord, tile, _semantic=None):
+    """Triton 3.6 and 3.7 have the instruction, and no name for it."""
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, desc.handle, coord, tile.handle)
+
+
+async_add = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add

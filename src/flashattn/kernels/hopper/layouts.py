@@ -33,6 +33,26 @@ class Tile(NamedTuple):
     mask_loop: bool  # more than the first block of a tile may need a mask
 
 
+class BackwardTile(NamedTuple):
+    """Extents and variants of the backward, a constexpr. Extents are powers of two."""
+
+    m: int  # queries of a block
+    n: int  # keys of a program, 64 to a warpgroup
+    d: int
+    dv: int
+    head_dim: int  # of packed calls, whose dK and dV are written without TMA; else 0
+    head_dim_v: int
+    stages: int  # slots for blocks of Q, dO and their row numbers
+    registers: int  # of a thread of a warpgroup
+    load_registers: int  # of a thread of the warps that load and write
+    delayed: bool  # dQ of a block is made one step later, so that warpgroups need not wait for each other
+    fours: bool  # lse and delta lie in the order in which a thread reads four at once
+    init: bool  # dP starts from -delta, which then needs no registers
+    writers: bool  # two warps send dQ away; otherwise the warpgroups do
+    mask: int  # one of NEVER, ALWAYS, BRANCH and LOOPS, see gradient.py
+    ordered: bool  # dQ is summed in the order of the keys
+
+
 @gluon.constexpr_function
 def accumulator(columns):
     """Registers of a [64, columns] product of 16-bit operands."""
@@ -43,6 +63,12 @@ def accumulator(columns):
 def operand(columns):
     """Registers of a 16-bit operand A of a product with `columns` columns."""
     return gl.DotOperandLayout(0, accumulator(columns), 2)
+
+
+@gluon.constexpr_function
+def in_fours(columns):
+    """Shared memory of a number a column: of 16, those of a thread of a product side by side (of its pair, then of the other 8 columns)."""
+    return gl.SharedLinearLayout([[1], [8], [2], [4], *[[1 << bit] for bit in range(4, columns.bit_length() - 1)]])
 
 
 @gluon.constexpr_function

@@ -1,0 +1,205 @@
+"""Launches the Hopper backward: workspace, tensor maps, a pass before and one after.
+
+The workspace is float32: for each block of queries the sums of dQ and two numbers a row, lse and delta. Rows are padded to whole blocks,
+of packed sequences each.
+
+The surprising fact: what arrives as dout is not part of a Problem, so the choice of this kernel can't depend on it. Where a tensor map
+can't address it (expanded by a sum, say), it is copied here.
+"""
+
+from functools import lru_cache, partial
+
+import torch
+
+from ..dispatch.configs.hopper import HopperBackwardConfig
+from ..dispatch.table import hopper_backward_row, hopper_padded
+from ..kernels.hopper.backward import attn_bwd_hopper
+from ..kernels.hopper.gluon import TensorDescriptor, gl
+from ..kernels.hopper.layouts import BackwardTile, shared
+from ..kernels.hopper.passes import attn_bwd_hopper_after, attn_bwd_hopper_before
+from ..kernels.structs import Seqlens, Tile
+from ..problem import Problem
+from .cache import run
+from .common import contiguous_rows, may_have_rows_without_keys, on_device, scale_log2, spec_of, totals, without_empty_rows
+from .portable import _view
+
+WAVE_BYTES = 40 << 20  # of Q, dO and the sums of dQ of the heads of a wave
+REGISTERS, LOAD_REGISTERS, FIRST_REGISTERS = 240, 24, 168  # of a thread that computes, of one that doesn't, and of any at the start
+
+_rows_of = lru_cache(maxsize=1024)(hopper_backward_row)
+_layout = lru_cache(maxsize=16)(shared)
+
+
+@lru_cache(maxsize=1)
+def _plain():
+    return gl.NVMMASharedLayout(0, 32, 2)
+
+
+def _mask(problem: Problem, config: HopperBackwardConfig) -> int:
+    """Of no use where nothing is masked; and loops of their own are for one query head."""
+    if not problem.varlen and (problem.window_left, problem.window_right) == (None, None) and problem.seqlen_k % config.block_n == 0:
+        return 0
+    return 1 if config.mask == 3 and problem.group > 1 else config.mask
+
+
+@lru_cache(maxsize=1024)
+def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: bool) -> BackwardTile:
+    d, dv = hopper_padded(problem, "backward")
+    return BackwardTile(
+        m=config.block_m,
+        n=config.block_n,
+        d=d,
+        dv=dv,
+        head_dim=problem.head_dim if problem.varlen else 0,
+        head_dim_v=problem.head_dim_v if problem.varlen else 0,
+        stages=config.num_stages,
+        registers=REGISTERS,
+        load_registers=LOAD_REGISTERS,
+        delayed=config.delayed and need_dq,
+        init=init,
+        fours=config.fours,
+        writers=config.writers or problem.deterministic,
+        mask=_mask(problem, config),
+        ordered=problem.deterministic,
+    )
+
+
+@lru_cache(maxsize=1024)
+def _pass_tile(problem: Problem, config: HopperBackwardConfig) -> Tile:
+    d, dv = hopper_padded(problem, "backward")
+    return Tile(config.block_m, config.block_n, problem.head_dim, problem.head_dim_v, d, dv, 16 // problem.itemsize)
+
+
+def blocks_of(problem: Problem, block: int) -> tuple[int, int]:
+    """(blocks of queries of a head, heads of all batch entries): how the workspace is laid out."""
+    total = totals(problem)[0]
+    if problem.varlen:
+        return total // block + problem.batch + 1, problem.heads_q
+    return -(-total // block), problem.batch * problem.heads_q
+
+
+def _order(problem: Problem, config: HopperBackwardConfig) -> tuple[int, int, int]:
+    """(lanes, tiles of keys in each, lanes that advance together)."""
+    total = totals(problem)[1]
+    if problem.varlen:
+        lanes, slots = problem.heads_kv, total // config.block_n + problem.batch + 1
+    else:
+        lanes, slots = problem.batch * problem.heads_kv, -(-total // config.block_n)
+    d, dv = hopper_padded(problem, "backward")
+    bytes_of_lane = max(1, problem.seqlen_q * problem.group * (6 * d + 2 * dv))
+    wave = min(max(1, WAVE_BYTES // bytes_of_lane), lanes)
+    # the tiles of one head wait for each other in a deterministic call, so there several heads are better
+    return lanes, slots, wave if problem.deterministic else min(wave, config.heads)
+
+
+def _described(tensor, rows: int, width: int) -> TensorDescriptor | None:
+    """See hopper._descriptor."""
+    if tensor is None:
+        return None
+    if tensor.dim() == 3:
+        tensor = tensor.unsqueeze(0)
+    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)]
+    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, width], _layout(width, 4))
+
+
+def _flat(tensor, rows: int, width: int) -> TensorDescriptor | None:
+    """Boxes of a workspace, contiguous memory."""
+    if tensor is None:
+        return None
+    return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], [rows, width], _plain())
+
+
+def starts_from_delta(config: HopperBackwardConfig, gradients) -> bool:
+    """Whether dP starts from -delta: with fewer than all three gradients registers are not short, and it makes products wait."""
+    return config.init and all(gradient is not None for gradient in gradients)
+
+
+def before_launch(problem: Problem, config: HopperBackwardConfig, negative: bool, lse, out, dout, dlse, numbers, sums, turns, cu_seqlens_q):
+    """negative: see starts_from_delta. out may be None, and then dout is; dlse, sums and turns too."""
+    blocks, lanes = blocks_of(problem, config.block_m)
+    views = [None if x is None else _view(x) for x in (out, dout)]
+    args = (
+        lse, *views, dlse, numbers, sums, turns, cu_seqlens_q, totals(problem)[0], problem.batch, problem.heads_q, blocks,
+        _pass_tile(problem, config), problem.varlen, negative, config.fours,
+    )  # fmt: skip
+    return attn_bwd_hopper_before, (blocks * lanes,), args, {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def after_launch(problem: Problem, config: HopperBackwardConfig, sums, dq, cu_seqlens_q):
+    blocks, lanes = blocks_of(problem, config.block_m)
+    args = (
+        sums, _view(dq), cu_seqlens_q, totals(problem)[0], problem.batch, problem.heads_q, blocks, problem.softmax_scale,
+        _pass_tile(problem, config), problem.varlen,
+    )  # fmt: skip
+    return attn_bwd_hopper_after, (blocks * lanes,), args, {"num_warps": 4, "enable_fp_fusion": True}
+
+
+def backward_launch(
+    problem: Problem, config: HopperBackwardConfig, q, k, v, dout, numbers, sums, dk, dv, turns, cu_seqlens_q, cu_seqlens_k
+):
+    """v, sums (of dQ), dk, dv and turns may be None."""
+    tile = _tile(problem, config, sums is not None, starts_from_delta(config, (sums, dk, dv)))
+    spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, need_dk=dk is not None, need_dv=dv is not None)
+    spec = spec._replace(need_dq=sums is not None)
+    lanes, slots, wave = _order(problem, config)
+    outputs = (dk, dv) if problem.varlen else (_described(dk, 64, tile.d), _described(dv, 64, tile.dv))
+    args = (
+        _described(q, tile.m, tile.d), _described(k, 64, tile.d), _described(v, 64, tile.dv), _described(dout, tile.m, tile.dv),
+        _flat(numbers, 1, 2 * tile.m), _flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
+        *totals(problem), problem.batch, problem.heads_kv, problem.group, lanes, wave, slots * wave, blocks_of(problem, tile.m)[0],
+        problem.window_left or 0, problem.window_right or 0, problem.softmax_scale, scale_log2(problem), spec, tile,
+    )  # fmt: skip
+    options = {"num_warps": 4, "maxnreg": FIRST_REGISTERS, "enable_fp_fusion": True}
+    return attn_bwd_hopper, (slots * lanes,), args, options
+
+
+def _addressable(tensor):
+    """As a tensor map can address it: copied if it must be."""
+    tensor = contiguous_rows(tensor)
+    steps = [stride for stride, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1]
+    if tensor.data_ptr() % 16 or any(step <= 0 or step * tensor.element_size() % 16 for step in steps):
+        tensor = tensor.clone(memory_format=torch.contiguous_format)
+    return tensor
+
+
+def _launch_all(problem: Problem, config: HopperBackwardConfig, dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k) -> None:
+    blocks, lanes = blocks_of(problem, config.block_m)
+    device, d = q.device, hopper_padded(problem, "backward")[0]
+    negative = starts_from_delta(config, (dq, dk, dv))
+    numbers = torch.empty(blocks * lanes, 2 * config.block_m, dtype=torch.float32, device=device)
+    sums = turns = None
+    if dq is not None:
+        sums = torch.empty(blocks * lanes * config.block_m, d, dtype=torch.float32, device=device)
+        if problem.deterministic:
+            turns = torch.empty(blocks * lanes, 2, dtype=torch.int32, device=device)
+    if dq is None and dk is None:
+        v = out = dlse = None
+    tensors = (lse, out, None if out is None else dout, dlse, numbers, sums, turns, cu_q)
+    run(f"hopper before {negative}", problem, tensors, partial(before_launch, problem, config, negative, *tensors))
+    tensors = (q, k, v, dout, numbers, sums, dk, dv, turns, cu_q, cu_k)
+    run("hopper backward", problem, tensors, partial(backward_launch, problem, config, *tensors))
+    if dq is not None:
+        tensors = (sums, dq, cu_q)
+        run("hopper after", problem, tensors, partial(after_launch, problem, config, *tensors))
+
+
+def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
+    """(dq, dk, dv): see portable.backward."""
+    need_dq, need_dk, need_dv = needs
+    q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
+    v = v if v is None else contiguous_rows(v)
+    if dout is None:
+        dout = torch.zeros(1, dtype=q.dtype, device=q.device).expand(*q.shape[:-1], problem.head_dim_v)
+    if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
+        dout, dlse = without_empty_rows(lse, dout, dlse)
+    dout = _addressable(dout)
+    dlse = None if dlse is None else dlse.contiguous()
+    with on_device(q):
+        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if need_dq else None
+        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_dk else None
+        dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device) if need_dv else None
+        if q.numel() == 0 or k.numel() == 0:  # a tensor map of nothing can't be made
+            return tuple(None if x is None else x.zero_() for x in (dq, dk, dv))
+        out = None if out is None else _addressable(out)
+        _launch_all(problem, _rows_of(problem), dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k)
+    return dq, dk, dv
