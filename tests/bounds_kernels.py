@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 from flashattn.kernels.common.bounds import key_range, query_range
-from flashattn.kernels.common.mask import first_key, keep_mask, last_key
+from flashattn.kernels.common.mask import first_kept, keep_mask, last_key
 
 
 @triton.jit
@@ -50,5 +50,5 @@ def mask_kernel(q_pos, k_pos, rows_k, left, right, out, pairs, SPEC: tl.constexp
     tl.store(out + lane, keep_mask(q, k, k < rows, left_, right_, SPEC).to(tl.int32), mask=inside)
     keep = k <= last_key(q, rows, right_, SPEC)
     if SPEC.left:
-        keep = keep & (k >= first_key(q, left_))
+        keep = keep & (k >= first_kept(q, left_))
     tl.store(out + pairs + lane, keep.to(tl.int32), mask=inside)

@@ -58,6 +58,7 @@ def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: b
         delayed=config.delayed and need_dq,
         init=init,
         fours=config.fours,
+        early=config.early,
         writers=config.writers or problem.deterministic,
         mask=_mask(problem, config),
         ordered=problem.deterministic,

@@ -46,9 +46,10 @@ class HopperBackwardConfig(NamedTuple):
     """block_m: queries of a block, num_stages: blocks of Q, and of dO, in shared memory. A program has two warpgroups of 64 keys each.
 
     delayed: dQ of a block is made one step later, and the warpgroups need not wait for each other. init: dP starts from -delta. fours: lse
-    and delta are read four at a time. writers: two warps send dQ away, as they always do in a deterministic call. mask: where a call has
-    one, 1 masks all blocks, 2 branches to those that need it, 3 gives them loops of their own (without grouped heads, else it is 1). heads:
-    as many at most are walked side by side, as far as what they share fits in L2.
+    and delta are read four at a time. early: where nothing is delayed, dV is started before dP is awaited. writers: two warps send dQ away,
+    as they always do in a deterministic call. mask: where a call has one, 1 masks all blocks, 2 branches to those that need it, 3 gives
+    them loops of their own (without grouped heads, else it is 1). heads: as many at most are walked side by side, as far as what they
+    share fits in L2.
     """
 
     block_m: int
@@ -56,6 +57,7 @@ class HopperBackwardConfig(NamedTuple):
     delayed: bool
     init: bool
     fours: bool
+    early: bool
     writers: bool
     mask: int
     heads: int
@@ -86,7 +88,9 @@ ROWS = {
     ("forward", 128, "open"): HopperConfig(2, 128, 2, True, False, False, False, 0, 1),
     # 1.22 / 1.35 / 1.29; lead 1 1.19 / 1.29 / 1.27, lead 0 1.13 / 1.27 / 1.29. At lead 0 32 heads cost 2 to 4 %, 64 heads 5 to 8 %
     ("forward", 128, "masked"): HopperConfig(2, 128, 2, True, False, False, True, 2, 16),
-    ("forward", 128, "packed"): HopperConfig(2, 128, 2, True, False, False, True, 2, 16),
+    # of 1024 keys 529 TFLOP/s, lead 2 507; the next, of lengths drawn from 64 to 8192, 554, lead 2 538
+    ("forward", 128, "window"): HopperConfig(2, 128, 2, True, False, False, True, 1, 16),
+    ("forward", 128, "packed"): HopperConfig(2, 128, 2, True, False, False, True, 1, 16),
     # 1.13 / 1.15 / 1.17; pinned 1.11 / 1.11 / 1.18, not lazy 1.06 / 1.03 / 1.06. 128 keys need more shared memory than there is
     ("forward", 256, "open"): HopperConfig(2, 64, 2, False, False, True, False, 0, 1),
     # 1.18 / 1.33 / 1.39; not pinned 1.13 / 1.28 / 1.30, lead 1 1.19 / 1.30 / 1.41. Else 1.13 / 1.28 / 1.32, not lazy 1.09 / 1.22 / 1.22
@@ -94,11 +98,14 @@ ROWS = {
     # pinned these two spill, under Triton 3.9 and 3.6
     ("forward", 256, "window"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     ("forward", 256, "packed"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
-    # from the spikes of these kernels, not measured here
-    ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 1),
-    ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 64),
-    ("backward", 64, "packed"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 64),
-    ("backward", 128, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 1, 1),
-    ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, True, True, 1, 64),
-    ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, True, True, 1, 64),
+    # 1.07 / 1.11 / 1.12; fours 1.03 / 1.08 / 1.08, with it not init 1.04 / 1.09 / 1.10, no writers 1.06 / 1.10 / 1.13
+    ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, False, False, True, 1, 1),
+    # 1.17 / 1.29 / 1.30; 64 heads 1.15 / 1.26 / 1.31, so mask 3 1.13 / 1.27 / 1.27, mask 2 1.10 / 1.11 / 1.03, not init 1.05 / 1.07 / 1.04
+    ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, False, True, 1, 16),
+    ("backward", 64, "packed"): HopperBackwardConfig(128, 2, True, True, True, False, True, 1, 16),
+    # 1.08 / 1.04 / 1.06; fours 1.03 / 0.99 / 1.00, with it writers 1.04 / 1.01 / 1.01, init 1.02 / 1.01 / 0.99
+    ("backward", 128, "open"): HopperBackwardConfig(64, 2, False, False, False, False, False, 1, 1),
+    # 1.12 / 1.16 / 1.11; 64 heads 1.09 / 1.13 / 1.12, so init 1.05 / 1.05 / 1.06, mask 2 1.07 / 1.10 / 1.09, no writers 1.07 / 1.10 / 1.11
+    ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, True, 1, 16),
+    ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, True, 1, 16),
 }

@@ -19,19 +19,23 @@ def keep_mask(q_pos, k_pos, inside, left, right, SPEC: tl.constexpr):
 
 
 @triton.jit
-def last_key(q_pos, rows_k, right, SPEC: tl.constexpr):
-    """The last key that a row may keep; negative where there is none. Where all keys exist that are asked about, rows_k may not matter."""
-    if SPEC.right:
-        if SPEC.ragged or SPEC.left:  # a tile without keys may visit a block past the last one if there is a left limit
-            last = tl.minimum(q_pos + right, rows_k - 1)
-        else:
-            last = q_pos + right
-    else:
-        last = q_pos * 0 + (rows_k - 1)
-    return last
+def first_kept(position, before):
+    """The first key that a row at this position keeps, if there is a limit; with the limits exchanged, the first row that keeps a key."""
+    return position - before
 
 
 @triton.jit
-def first_key(q_pos, left):
-    """The first key that a row may keep where there is a left limit."""
-    return q_pos - left
+def last_kept(position, after):
+    return position + after
+
+
+@triton.jit
+def last_key(q_pos, rows_k, right, SPEC: tl.constexpr):
+    """The last key that a row may keep; negative where there is none. Where all keys exist that are asked about, rows_k may not matter."""
+    if SPEC.right:
+        last = last_kept(q_pos, right)
+        if SPEC.ragged or SPEC.left:  # a tile without keys may visit a block past the last one if there is a left limit
+            last = tl.minimum(last, rows_k - 1)
+    else:
+        last = q_pos * 0 + (rows_k - 1)
+    return last

@@ -5,8 +5,9 @@ global memory, in float32, by the copy engine: 16 KB at a time, in an order that
 
 The surprising facts: a plain grid, one program after the other on each multiprocessor, is a dynamic scheduler already, and the fastest that
 was measured. And dQ alone depends on the order in which programs come, so only there a deterministic call has to wait: the writer of a tile
-of keys lets those before it go first (`turns` counts them, one number for each half of a block of queries). It can't wait for ever, since a
-tile waits for earlier ones of its head alone, programs start in the order of their numbers and nothing else keeps a program from ending.
+of keys lets others go first (`turns` counts them, one number for each half of a block of queries). It can't wait for ever, since a tile
+waits for tiles of its head alone that started before it, as programs start in the order of their numbers (see visits.from_the_last), and
+nothing else keeps a program from ending.
 """
 
 from .channel import Ring, arrive, fill, make_barriers, make_ring, sync
@@ -30,7 +31,7 @@ from .gradient import (
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
 from .profile import backward_metadata
-from .visits import SIZES, Grid, earlier_tiles, find, first_place, next_place
+from .visits import SIZES, Grid, find, first_place, next_place, turn_of
 
 
 @gluon.jit
@@ -108,11 +109,13 @@ def send(dq_desc, turns, memory, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.cons
         half = place.block * 2 + WARPGROUP_ID
         sync(DQ_FULL + WARPGROUP_ID, ONE_AND_WRITER)
         if TILE.ordered:
-            await_turn(turns + half, earlier_tiles(place, visit, grid, SPEC, TILE))
-        async_add(dq_desc, [half * 16, 0], memory.dq.index(WARPGROUP_ID))
-        if TILE.ordered:
-            give_turn(turns + half)
+            turn = turn_of(place, visit, grid, SPEC, TILE)
+            if turn >= 0:
+                await_turn(turns + half, turn)
+                async_add(dq_desc, [half * 16, 0], memory.dq.index(WARPGROUP_ID))
+                give_turn(turns + half)
         else:
+            async_add(dq_desc, [half * 16, 0], memory.dq.index(WARPGROUP_ID))
             store_wait(0)
         arrive(DQ_EMPTY + WARPGROUP_ID, ONE_AND_WRITER)
         place = next_place(place, visit, grid, SPEC, TILE)

@@ -6,10 +6,11 @@ runs beside P V. So the loop carries P. Method: Shah et al. 2024 (FlashAttention
 
 from typing import NamedTuple
 
-from ..common.mask import first_key, last_key
+from ..common.mask import first_kept, last_key
 from ..common.score import score
 from ..common.softmax import finite_shift, raise_maximum
 from .channel import EMPTY_K, EMPTY_V, WARPGROUP, arrive, pass_turn, take_turn
+from .cut import cut
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, operand, rows_of, shared
 
@@ -57,24 +58,6 @@ def start_values(p_MN, v, slot, acc_MV, TILE: gl.constexpr):
 
 
 @gluon.jit
-def cut(s_MN, limit_M, UPPER: gl.constexpr, TILE: gl.constexpr):
-    """Scores with -inf in the columns above (or below) a row's limit, a column too.
-
-    Asked in groups of 8 columns, whose number is an immediate of the comparison: a thread needs the numbers of two columns of two rows in
-    registers, and not of all its 32 columns, which the compiler would keep from tile to tile.
-    """
-    GROUPS: gl.constexpr = TILE.n // 8
-    s_MGC = s_MN.reshape([ROWS, GROUPS, 8])
-    LAYOUT: gl.constexpr = s_MGC.type.layout
-    group_MGC = 8 * gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))[None, :, None]
-    column_C = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    limit_M = gl.convert_layout(limit_M, gl.SliceLayout(1, gl.SliceLayout(1, LAYOUT)))
-    past_MGC = (column_C[None, :] - limit_M[:, None])[:, None, :]
-    keep = past_MGC <= -group_MGC if UPPER else past_MGC >= -group_MGC
-    return gl.convert_layout(gl.where(keep, s_MGC, float("-inf")).reshape([ROWS, 8 * GROUPS]), s_MN.type.layout)
-
-
-@gluon.jit
 def masked(s_MN, position, n0, rows_k, call, SPEC: gl.constexpr, TILE: gl.constexpr):
     """Scores of the block at key n0, -inf where the mask says no. Each side is asked where it can say no: few blocks lie on both edges.
 
@@ -86,10 +69,10 @@ def masked(s_MN, position, n0, rows_k, call, SPEC: gl.constexpr, TILE: gl.conste
     q_pos_M = here + gl.arange(0, ROWS, gl.SliceLayout(1, s_MN.type.layout))
     if SPEC.ragged or SPEC.left or SPEC.right:
         if end > last_key(position, rows_k, call.right, SPEC) + 1:
-            s_MN = cut(s_MN, last_key(q_pos_M, rows_k, call.right, SPEC) - n0, True, TILE)
+            s_MN = cut(s_MN, last_key(q_pos_M, rows_k, call.right, SPEC) - n0, True, TILE.n)
     if SPEC.left:
-        if n0 < first_key(position + (ROWS - 1), call.left):
-            s_MN = cut(s_MN, first_key(q_pos_M, call.left) - n0, False, TILE)
+        if n0 < first_kept(position + (ROWS - 1), call.left):
+            s_MN = cut(s_MN, first_kept(q_pos_M, call.left) - n0, False, TILE.n)
     return s_MN
 
 

@@ -18,10 +18,11 @@ Method: Shah et al. 2024 (FlashAttention-3), algorithm 3.
 
 from typing import NamedTuple
 
-from ..common.mask import keep_mask
+from ..common.mask import first_kept, last_kept
 from ..common.score import score, score_gradient
 from ..common.softmax import probabilities
 from .channel import WARPGROUP, arrive, sync
+from .cut import cut
 from .gluon import async_add, barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, in_fours, operand, shared
 
@@ -73,20 +74,17 @@ def transposed(tile, ROWS_OF: gl.constexpr, WIDTH: gl.constexpr):
 
 @gluon.jit
 def masked(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Scores of the block at row m0, -inf where the mask says no. In groups of 8 columns, as in block.py."""
-    GROUPS: gl.constexpr = TILE.m // 8
-    s_NGC = s_NM.reshape([ROWS, GROUPS, 8])
-    LAYOUT: gl.constexpr = s_NGC.type.layout
-    key_N = WARPGROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    first_G = 8 * gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    column_C = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    k_pos_NG = (key_N + (visit.n0 - m0 - visit.diagonal))[:, None] - first_G[None, :]
-    if SPEC.ragged:
-        inside = (key_N < visit.keys)[:, None][:, :, None]
-    else:
-        inside = gl.full([ROWS, 1, 1], True, gl.int1, LAYOUT)
-    keep = keep_mask(column_C[None, :][:, None, :], k_pos_NG[:, :, None], inside, grid.left, grid.right, SPEC)
-    return gl.convert_layout(gl.where(keep, s_NGC, float("-inf")).reshape([ROWS, 8 * GROUPS]), s_NM.type.layout)
+    """Scores of the block at row m0, -inf where the mask says no: asked of keys, left and right change places and the diagonal its sign."""
+    key_N = WARPGROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_NM.type.layout))
+    q_pos_N = key_N + (visit.n0 - m0 - visit.diagonal)
+    if SPEC.right or SPEC.ragged:
+        first_N = first_kept(q_pos_N, grid.right) if SPEC.right else q_pos_N * 0
+        if SPEC.ragged:
+            first_N = gl.where(key_N < visit.keys, first_N, TILE.m)
+        s_NM = cut(s_NM, first_N, False, TILE.m)
+    if SPEC.left:
+        s_NM = cut(s_NM, last_kept(q_pos_N, grid.left), True, TILE.m)
+    return s_NM
 
 
 @gluon.jit
@@ -143,10 +141,10 @@ def send_dq(dq, memory, dq_desc, block, WARPGROUP_ID: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
-def probabilities_and_ds(
+def start(
     memory, turn, m0, visit, grid, scale_log2, MASK: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr
 ):
-    """(p, ds) of a block, in 16 bits; without need of dQ and dK, p twice."""
+    """(p of a block, its dP in flight); without need of dQ and dK, p twice."""
     M: gl.constexpr = TILE.m
     D: gl.constexpr = TILE.d
     DV: gl.constexpr = TILE.dv
@@ -165,7 +163,9 @@ def probabilities_and_ds(
             fence_async_shared()
             barrier()
     s_NM = warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
+    lse_M = numbers(memory.rows, slot, 0, TILE)
     mbarrier.wait(memory.do.full.index(slot), full)
+    dp_NM = s_NM
     if NEED_DS:
         v_NV = reinterpret(memory.v.tiles.index(WARPGROUP_ID), DTYPE, [ROWS, DV], shared(DV, 2))
         do_VM = transposed(memory.do.tiles.index(slot), M, DV)
@@ -183,19 +183,19 @@ def probabilities_and_ds(
     elif MASK == BRANCH:
         if (m0 < visit.full_lo) | (m0 >= visit.full_hi):
             s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
-    lse_M = numbers(memory.rows, slot, 0, TILE)
-    p_NM = probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2)
-    if NEED_DS:
-        if TILE.init:
-            dp_NM = warpgroup_mma_wait(0, deps=(dp_NM,))
-            ds_NM = score_gradient(p_NM, dp_NM, 0.0)
-        else:
-            delta_M = numbers(memory.rows, slot, 1, TILE)
-            dp_NM = warpgroup_mma_wait(0, deps=(dp_NM,))
-            ds_NM = score_gradient(p_NM, dp_NM, gl.expand_dims(delta_M, 0))
-    else:
-        ds_NM = p_NM
-    return p_NM.to(DTYPE), ds_NM.to(DTYPE)
+    return probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2), dp_NM
+
+
+@gluon.jit
+def finish_ds(p_NM, dp_NM, memory, turn, PENDING: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """ds in 16 bits, when dP is there; PENDING products were started after it."""
+    ds_NM = p_NM
+    if SPEC.need_dq or SPEC.need_dk:
+        delta_M = 0.0
+        if not TILE.init:
+            delta_M = gl.expand_dims(numbers(memory.rows, turn % TILE.stages, 1, TILE), 0)
+        ds_NM = score_gradient(p_NM, warpgroup_mma_wait(PENDING, deps=(dp_NM,)), delta_M)
+    return ds_NM.to(memory.q.tiles.dtype)
 
 
 @gluon.jit
@@ -203,7 +203,7 @@ def add_dv(p_NM, memory, turn, dv_NV, SPEC: gl.constexpr, TILE: gl.constexpr):
     """dV + p dO, in flight. Returned with the operand, which must stay in its registers."""
     M: gl.constexpr = TILE.m
     DV: gl.constexpr = TILE.dv
-    p_NM = gl.convert_layout(p_NM, operand(DV))
+    p_NM = gl.convert_layout(p_NM.to(memory.q.tiles.dtype), operand(DV))
     if SPEC.need_dv:
         do_MV = reinterpret(memory.do.tiles.index(turn % TILE.stages), p_NM.dtype, [M, DV], shared(DV, 2))
         dv_NV = warpgroup_mma(p_NM, do_MV, dv_NV, is_async=True)
@@ -236,8 +236,13 @@ def step(
 ):  # fmt: skip
     """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
     LATER: gl.constexpr = 1 if SPEC.need_dk else 0  # products that may still run when those of dV and dQ are awaited
-    p_NM, ds_NM = probabilities_and_ds(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
-    p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
+    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
+    if TILE.early and SPEC.need_dv:
+        p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
+        ds_NM = finish_ds(p_NM, dp_NM, memory, turn, 1, SPEC, TILE)
+    else:
+        ds_NM = finish_ds(p_NM, dp_NM, memory, turn, 0, SPEC, TILE)
+        p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
     if SPEC.need_dq:
         store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
         sync(DS, BOTH)
@@ -265,7 +270,8 @@ def delayed_step(
 ):  # fmt: skip
     """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
     LATER: gl.constexpr = 1 if SPEC.need_dk else 0
-    p_NM, ds_NM = probabilities_and_ds(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
+    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
+    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, 0, SPEC, TILE)
     if not FIRST:
         sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
     store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)

@@ -70,6 +70,8 @@ def find(grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     """What this program does; nothing if there are no queries or, in a packed batch, no keys."""
     N: gl.constexpr = TILE.n
     slot, lane = tile_in_order(gl.program_id(0), grid.per_wave, grid.lanes, grid.wave)
+    if from_the_last(SPEC, TILE):
+        slot = grid.per_wave // grid.wave - 1 - slot
     tile, entry, head_kv, k_start, rows_k, q_start, rows_q = locate(
         slot, lane, grid.heads_kv, grid.cu_k, grid.cu_q, N, grid.total_k, grid.total_q, grid.batch, SPEC.varlen
     )
@@ -107,15 +109,23 @@ def next_place(place, visit, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     return Place(m0, head, block)
 
 
+@gluon.constexpr_function
+def from_the_last(spec, tile):
+    """Whether the last keys come first. Tiles that start together walk up from their diagonals, so the last tile that visits a block of
+    queries reaches it first; in the other order each would wait for all before it, from the first step on."""
+    return tile.ordered and spec.right
+
+
 @gluon.jit
-def earlier_tiles(place, visit, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """How many tiles of keys before this one visit the block of queries."""
+def turn_of(place, visit, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """How many tiles of keys that visit the block of queries have their turn before this one; negative if it visits in vain, as a tile may
+    that meets no query: it has no turn."""
     N: gl.constexpr = TILE.n
-    tiles = visit.n0 // N
-    if SPEC.left:
-        rows_k = visit.n0 + visit.keys
-        lo, _, _, _ = key_range(
-            place.m0, visit.rows_q, rows_k, visit.diagonal, grid.left, grid.right, SPEC, TILE.m, N
-        )  # fmt: skip
-        tiles -= lo // N
-    return tiles
+    tile = visit.n0 // N
+    rows_k = visit.n0 + visit.keys
+    lo, _, _, hi = key_range(place.m0, visit.rows_q, rows_k, visit.diagonal, grid.left, grid.right, SPEC, TILE.m, N)
+    if from_the_last(SPEC, TILE):
+        turn = hi // N - 1 - tile
+    else:
+        turn = tile - lo // N
+    return turn
