@@ -25,7 +25,8 @@ from benchmarks.timing import Call, CudaClock, interleave
 from benchmarks.workloads import Workload
 from flashattn.dispatch.table import hopper_backward_row, hopper_padded
 
-DIMS = [(64, 64), (128, 128), (96, 96), (72, 40), (128, 64), (64, 128)]
+DIMS = [(64, 64), (128, 128), (96, 96), (72, 40), (128, 64), (64, 128), (256, 256), (192, 128), (136, 72), (64, 256)]
+EXACT = [(64, 64), (128, 128), (256, 256)]
 MASKS = {
     "open": {}, "causal": {"causal": True}, "window": {"window": (100, 5)}, "left": {"window": (70, None)},
     "top-left": {"causal": "top-left"},
@@ -147,13 +148,13 @@ def checks(dims, only: str) -> list:
         if only in name:
             found.append((function, args, options))
 
-    for pair in [pair for pair in DIMS if 64 * (1 + (max(pair) > 64)) in dims]:
+    for pair in [pair for pair in DIMS if (64 if max(pair) <= 64 else 128 if max(pair) <= 128 else 256) in dims]:
         for lengths, mask in product(LENGTHS, MASKS):
-            if mask in ("open", "causal") or (pair in DIMS[:2] and lengths in LENGTHS[3:6]):
+            if mask in ("open", "causal") or (pair in EXACT and lengths in LENGTHS[3:6]):
                 add(f"dense {mask}", dense_check, *lengths, *pair, mask)
         for mask in MASKS:
             add(f"packed {mask}", packed_check, *pair, mask)
-    for pair in [pair for pair in DIMS[:2] if max(pair) in dims]:
+    for pair in [pair for pair in EXACT if max(pair) in dims]:
         for needs in NEEDS[1:]:
             add(f"needs {needs}", dense_check, 301, 703, *pair, "causal", needs)
         for mask in MASKS:

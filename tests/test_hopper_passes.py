@@ -39,7 +39,8 @@ def blocks_of(packed: bool, rows: int, block: int, device):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("negative, fours", [(False, True), (True, False)])
 @pytest.mark.parametrize(
-    "block, head_dim, head_dim_v, padded", [(64, 96, 72, (128, 128)), (128, 64, 40, (64, 64)), (64, 128, 64, (128, 64))]
+    "block, head_dim, head_dim_v, padded",
+    [(64, 96, 72, (128, 128)), (128, 64, 40, (64, 64)), (64, 128, 64, (128, 64)), (64, 136, 72, (192, 128))],
 )
 def test_before(device, packed, negative, fours, block, head_dim, head_dim_v, padded):
     """lse, delta and zeros where blocks of rows are, and nothing elsewhere."""
@@ -84,19 +85,19 @@ def in_registers(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", WHERE)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("block, head_dim, width", [(64, 96, 128), (128, 40, 64), (64, 128, 128), (128, 64, 64)])
+@pytest.mark.parametrize("block, head_dim, width", [(64, 96, 128), (128, 40, 64), (64, 128, 128), (128, 64, 64), (64, 136, 192), (64, 256, 256)])
 def test_after(device, packed, block, head_dim, width):
     torch.manual_seed(0)
     batch, rows, heads = 2, sum(LENGTHS) + TAIL, 2
     cu, blocks, places = blocks_of(packed, rows, block, device)
     lanes = heads if packed else batch * heads
     dq = torch.full((rows, heads, head_dim) if packed else (batch, rows, heads, head_dim), 7.0, device=device).half()
-    expected, sums = dq.clone(), torch.randn(blocks * lanes, 2, 4096, device=device)
+    expected, sums = dq.clone(), torch.randn(blocks * lanes, block * width // 4096, 4096, device=device)
     for lane in range(lanes):
         entry, head = divmod(lane, heads)
         for row, count, number in places:
             whole = torch.randn(block, width)
-            parts = [whole[:, :64], whole[:, 64:]] if width == 128 else [whole[:64], whole[64:]]
+            parts = [rows.contiguous() for half in whole.split(64) for rows in half.split(64, dim=1)]
             sums[lane * blocks + number] = torch.stack([in_registers(part) for part in parts]).to(device)
             target = (expected if packed else expected[entry])[row : row + count, head]
             target.copy_(whole[:count, :head_dim] * 0.5)

@@ -9,6 +9,7 @@ of keys lets those before it go first (`turns` counts them, one number for each 
 tile waits for earlier ones of its head alone, programs start in the order of their numbers and nothing else keeps a program from ending.
 """
 
+from .backward_wide import gradients_wide
 from .channel import Ring, arrive, fill, make_barriers, make_ring, sync
 from .gluon import async_add, async_load, async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
 from .gradient import (
@@ -233,13 +234,11 @@ def compute(memory, dq_desc, dk, dv, grid, scale, scale_log2, WARPGROUP_ID: gl.c
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=SIZES, launch_metadata=backward_metadata)
-def attn_bwd_hopper(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, seqlens, total_q, total_k, batch, heads_kv, group, lanes, wave,
-    per_wave, blocks, left, right, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """dK, dV (descriptors, or of packed sequences pointers) and the sums of dQ. What is not wanted, or not needed for it, is None."""
-    gl.static_assert(TILE.stages <= 2, "there are named barriers for two slots")
+@gluon.jit
+def gradients(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr
+):
+    """The kernel for head dims up to 128."""
     gl.static_assert(TILE.m * TILE.d == 8192, "each warpgroup makes 64 x 64 of dQ")
     gl.static_assert(TILE.writers or not TILE.ordered, "it is the writing warps that wait for their turn")
     REGISTERS: gl.constexpr = TILE.registers
@@ -250,7 +249,6 @@ def attn_bwd_hopper(
     SLOTS: gl.constexpr = 3 if TILE.delayed else 2
     NUMBERS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     DTYPE: gl.constexpr = q_desc.dtype
-    grid = Grid(seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_kv, group, lanes, wave, per_wave, blocks, left, right)
     v = Ring(gl.allocate_shared_memory(DTYPE, [2, 1, ROWS, 1, DV], shared(DV, 4)), make_barriers(2, 1))  # dV leaves through it
     ds = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, ROWS, M], shared(M, 2)) if SPEC.need_dq else None
     memory = Memory(
@@ -273,3 +271,17 @@ def attn_bwd_hopper(
             (compute, (memory, dq_desc, dk, dv, grid, scale, scale_log2, 1, SPEC, TILE)),
             (load, (q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC, TILE)),
         ], [4, 1], [REGISTERS, FEW])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=SIZES, launch_metadata=backward_metadata)
+def attn_bwd_hopper(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, seqlens, total_q, total_k, batch, heads_kv, group, lanes, wave,
+    per_wave, blocks, left, right, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """dK, dV (descriptors, or of packed sequences pointers) and the sums of dQ. What is not wanted, or not needed for it, is None."""
+    gl.static_assert(TILE.stages <= 2, "there are named barriers for two slots")
+    grid = Grid(seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_kv, group, lanes, wave, per_wave, blocks, left, right)
+    if TILE.wide:
+        gradients_wide(q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)
+    else:
+        gradients(q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)
