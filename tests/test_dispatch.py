@@ -126,7 +126,9 @@ def test_hopper_pads_head_dims_to_its_tiles():
     padded = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=d), "forward") for d in dims]
     assert [d for d, _ in padded] == [64, 64, 96, 96, 128, 128, 192, 192, 256, 256]
     assert [dv for _, dv in padded] == [64, 64, 128, 128, 128, 128, 256, 256, 256, 256]
-    backward = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=dv), "backward") for d in (64, 96, 136, 200) for dv in (8, 72)]
+    backward = [
+        ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=dv), "backward") for d in (64, 96, 136, 200) for dv in (8, 72)
+    ]
     assert backward == [(64, 64), (128, 128), (128, 64), (128, 128), *[(192, 128)] * 2, *[(256, 256)] * 2]
     assert ROWS["hopper"].padded(replace(PROBLEM, head_dim=64, head_dim_v=136), "backward") == (256, 256)
 

@@ -33,7 +33,25 @@ def test_lengths_and_masks(lengths, mask, dim):
     check(dense(*lengths, batch=2, heads=4, heads_kv=2, dim=dim, **BFLOAT16), "hopper", **MASKS[mask])
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (40, 64), (72, 72), (96, 96), (104, 128), (128, 64), (64, 128), (128, 8), (136, 72), (192, 128), (160, 192), (256, 64), (40, 256)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (8, 8),
+        (40, 64),
+        (72, 72),
+        (96, 96),
+        (104, 128),
+        (128, 64),
+        (64, 128),
+        (128, 8),
+        (136, 72),
+        (192, 128),
+        (160, 192),
+        (256, 64),
+        (40, 256),
+    ],
+    ids=str,
+)
 def test_head_dims(dims):
     head_dim, head_dim_v = dims
     check(dense(301, 703, batch=2, heads=4, heads_kv=2, dim=head_dim, dim_v=head_dim_v, **FLOAT16), "hopper", causal=True)

@@ -85,7 +85,9 @@ def in_registers(x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("device", WHERE)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("block, head_dim, width", [(64, 96, 128), (128, 40, 64), (64, 128, 128), (128, 64, 64), (64, 136, 192), (64, 256, 256)])
+@pytest.mark.parametrize(
+    "block, head_dim, width", [(64, 96, 128), (128, 40, 64), (64, 128, 128), (128, 64, 64), (64, 136, 192), (64, 256, 256)]
+)
 def test_after(device, packed, block, head_dim, width):
     torch.manual_seed(0)
     batch, rows, heads = 2, sum(LENGTHS) + TAIL, 2

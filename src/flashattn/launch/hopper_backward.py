@@ -58,7 +58,7 @@ def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: b
         delayed=config.delayed and need_dq,
         init=init,
         fours=config.fours,
-        writers=(config.writers or problem.deterministic) and not (config.wide and problem.deterministic),
+        writers=config.writers or (problem.deterministic and not config.wide),
         mask=_mask(problem, config),
         ordered=problem.deterministic,
         wide=config.wide,

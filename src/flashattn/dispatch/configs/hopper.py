@@ -49,7 +49,7 @@ class HopperBackwardConfig(NamedTuple):
     one, 1 masks all blocks, 2 branches to those that need it, 3 gives them loops of their own (without grouped heads, else it is 1). heads:
     as many at most are walked side by side, as far as what they share fits in L2.
     wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed` and `init` say nothing, the
-    stages are of Q, those of dO are `do_stages`, and without `writers` dQ leaves from registers, as it always does in a deterministic call.
+    stages are of Q, those of dO are `do_stages`, and without `writers` dQ leaves from registers, in a deterministic call too.
     """
 
     block_m: int

@@ -31,6 +31,7 @@ from .gradient import (
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
 from .profile import backward_metadata
+from .turns import await_turn, give_turn
 from .visits import SIZES, Grid, earlier_tiles, find, first_place, next_place
 
 
@@ -59,44 +60,6 @@ def load(q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC: gl.cons
                     fill(memory.v, half, False, v_desc, visit.entry, visit.k_row + half * ROWS, visit.head_kv, EMPTY, 0, 1)
         fill(memory.do, slot, False, do_desc, visit.entry, row, place.head, EMPTY, 0, 1)
         place = next_place(place, visit, grid, SPEC, TILE)
-
-
-@gluon.jit
-def await_turn(number, earlier):
-    """Until so many tiles have added their part, and what they added is there for the copy engine too."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred early;
-        .reg .b32 added;
-        ASK: ld.acquire.gpu.global.b32 added, [$1];
-        setp.lt.s32 early, added, $2;
-        @early bra ASK;
-        bar.warp.sync 0xffffffff;
-        fence.proxy.async;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [number.to(gl.int64), earlier], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def give_turn(number):
-    """What this warp has sent has arrived (not only left), and one more tile has added its part. The thread that sent it waits longest."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        cp.async.bulk.wait_group 0;
-        fence.proxy.async;
-        bar.warp.sync 0xffffffff;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        @first fence.acq_rel.gpu;
-        @first red.release.gpu.global.add.u32 [$1], 1;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l", [number.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit

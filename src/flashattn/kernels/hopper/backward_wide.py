@@ -35,7 +35,7 @@ from .gradient_wide import (
     store_p,
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
-from .turns import await_turn_together, give_turn_together
+from .turns import await_turn, await_turn_together, give_turn, give_turn_together
 from .visits import earlier_tiles, find, first_place, next_place
 
 
@@ -86,7 +86,7 @@ def load(q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC: gl.cons
 
 
 @gluon.jit
-def send(dq_desc, memory, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
+def send(dq_desc, turns, memory, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     """The writing warp: adds parts of dQ to the sums, of a step that of warpgroup 1 first, since that one is ready first."""
     PARTS: gl.constexpr = TILE.d // 64
     visit = find(grid, SPEC, TILE)
@@ -94,11 +94,17 @@ def send(dq_desc, memory, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     place = first_place(visit, grid)
     for _ in range(visit.steps):
         for other in gl.static_range(2):
+            number = place.block * 2 + 1 - other
             sync(DQ_FULL + (1 - other), ONE_AND_WRITER)
+            if TILE.ordered:
+                await_turn(turns + number, earlier_tiles(place, visit, grid, SPEC, TILE))
             for part in gl.static_range(columns_of(TILE.d, other) // 64):
                 row = (place.block * PARTS + first_column(TILE.d, other) // 64 + part) * 16
                 async_add(dq_desc, [row, 0], memory.dq.index(part))
-            store_wait(0)
+            if TILE.ordered:
+                give_turn(turns + number)
+            else:
+                store_wait(0)
             arrive(DQ_EMPTY + other, ONE_AND_WRITER)
         place = next_place(place, visit, grid, SPEC, TILE)
 
@@ -118,7 +124,9 @@ def send_dq(dq_MD, memory, sums, turns, place, visit, grid, WARPGROUP_ID: gl.con
 
 
 @gluon.jit
-def write_columns(acc, ring, out, visit, heads_kv, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, SPEC: gl.constexpr):
+def write_columns(
+    acc, ring, out, visit, heads_kv, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, SPEC: gl.constexpr
+):
     """A warpgroup's columns of dK or dV, through the memory of K or V, which nobody reads any more. out: see backward.write_tile."""
     COLUMNS: gl.constexpr = acc.shape[1]
     FIRST: gl.constexpr = first_column(WIDTH, WARPGROUP_ID)
@@ -261,7 +269,6 @@ def gradients_wide(
 ):
     """The kernel attn_bwd_hopper for large head dims. sums: a descriptor with `writers`, otherwise a pointer."""
     gl.static_assert(TILE.stages == 2, "scores are made before q of the step before is given back")
-    gl.static_assert(not (TILE.writers and TILE.ordered), "those who add from registers can wait for their turn")
     REGISTERS: gl.constexpr = TILE.registers
     FEW: gl.constexpr = TILE.load_registers
     PARTS: gl.constexpr = TILE.d // 64
@@ -285,7 +292,7 @@ def gradients_wide(
             (make_p, (memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC, TILE)),
             (make_ds, (memory, sums, turns, dk, dv, grid, scale, SPEC, TILE)),
             (load, (q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC, TILE)),
-            (send, (sums, memory, grid, SPEC, TILE)),
+            (send, (sums, turns, memory, grid, SPEC, TILE)),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([

@@ -1,18 +1,19 @@
 """What the two warpgroups of the backward do with a block of queries at head dims above 128: five products, each by one or by both.
 
 Legend as in gradient.py, but N are all 64 keys of a program, for dK and dV of 128 keys don't fit in registers. Warpgroup 0 makes s_NM = K q^T
-and of it p_NM; warpgroup 1 makes dp_NM = V dO^T and with p_NM ds_NM; both lay theirs in shared memory. dV += p_NM dO, dK += ds_NM q and
+and of it p_NM; warpgroup 1 makes dp_NM = V dO^T, and with p_NM ds_NM; both lay theirs in shared memory. dV += p_NM dO, dK += ds_NM q and
 dQ = ds_NM^T K are shared out by columns, so each warpgroup has 64 to 128 columns of each and needs p and ds whole.
 
-Who waits for whom. P_FULL: warpgroup 0 has stored p of step i. DS_FULL: warpgroup 1 has stored ds of step i. They alternate, for neither
-is arrived at again before the other was waited for, so one barrier each will do. p and ds have two slots, taken in turns:
+Who waits for whom. P_FULL: warpgroup 0 has stored p of step i. DS_FULL: warpgroup 1 has stored ds of step i. They alternate, each waited
+for before the other is arrived at again, so one barrier each will do. p and ds have two slots, taken in turns:
 - p(i + 1) overwrites p(i - 1). Warpgroup 0 stores it after DS_FULL(i), before which warpgroup 1 has finished its product with p(i - 1).
-- ds(i + 1) overwrites ds(i - 1). Warpgroup 1 stores it after P_FULL(i + 1), before which warpgroup 0 has finished both of its with ds(i - 1).
-A slot of q or dO is given back by both, after their last products with it (DO and Q: a named barrier a slot).
+- ds(i + 1) overwrites ds(i - 1). Warpgroup 1 stores it after P_FULL(i + 1), before which warpgroup 0 has finished its two with ds(i - 1).
+A slot of q or dO is given back by both, after their last products with it (Q and DO: a named barrier a slot). Warpgroup 0 starts s of step i
+before it gives back q of step i - 1, so q needs two slots.
 
-The surprising fact: this asymmetry hides the softmax better than two equal warpgroups would. In warpgroup 0 the products run in the order
-dK of the step before, s, dQ of the step before; dQ of both and dp run while it takes exponentials, and dV of both while warpgroup 1 makes
-ds. What limits the kernel is shared memory, which operands of both factors come from.
+The surprising fact: this asymmetry hides the softmax better than two equal warpgroups would. Warpgroup 0 makes dK of step i - 1 and s of
+step i, takes exponentials, and makes dV of step i and dQ of step i - 1; warpgroup 1 makes dp and dV, then ds, and then dK and dQ of step i.
+So while one does not multiply, the other's products run. What limits the kernel is shared memory, which operands of both factors come from.
 Method: Dao 2023 (FlashAttention-2), algorithm 2.
 """
 
@@ -52,7 +53,7 @@ def part_of(width):
 
 @gluon.jit
 def part_at(slot, part, PARTS: gl.constexpr):
-    """Where a ring has the part-th 64 columns of a tile. Of three, the first two of slot 1 must start at a multiple of two: 0 1 2 2 0 1."""
+    """Where a ring has the part-th 64 columns of a tile. Of three, the first two must start at a multiple of two: 0 1 2, 2 0 1."""
     at = slot * PARTS + part
     if PARTS == 3:
         at = gl.where(part < 2, 4 * slot + part, slot + 2)
