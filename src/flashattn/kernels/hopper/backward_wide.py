@@ -4,8 +4,6 @@ Legend as there. The surprising fact: dQ may leave straight from registers. A wa
 the 64 KB of a step neither need room in shared memory nor take its time; what reaches L2 is the same as by the copy engine.
 """
 
-from typing import NamedTuple
-
 from .channel import WARPGROUP, Ring, arrive, fill, make_barriers, make_ring, sync
 from .gluon import async_add, async_load, async_store, barrier, fence_async_shared, gl, gluon, mbarrier, store_wait, warpgroup_mma_wait
 from .gradient import BOTH, BOTH_AND_LOADER, ONE_AND_WRITER
@@ -15,6 +13,7 @@ from .gradient_wide import (
     DQ_FULL,
     DS_FULL,
     P_FULL,
+    Memory,
     Q,
     add_directly,
     await_do,
@@ -37,22 +36,6 @@ from .gradient_wide import (
 from .layouts import ROWS, accumulator, rows_of, shared
 from .turns import await_turn, await_turn_together, give_turn, give_turn_together
 from .visits import earlier_tiles, find, first_place, next_place
-
-
-class Memory(NamedTuple):
-    """Shared memory. Rings hold tiles of 64 rows, in parts of 64 columns: one of k and v, `stages` of q and `do_stages` of do.
-
-    rows: lse and delta of the slots of q. p, ds: two slots of 64 keys by 64 queries each. dq: a warpgroup's part of dQ on its way out.
-    """
-
-    q: object
-    do: object
-    rows: object
-    k: object
-    v: object
-    p: object
-    ds: object
-    dq: object
 
 
 @gluon.jit

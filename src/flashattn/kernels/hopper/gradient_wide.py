@@ -1,21 +1,23 @@
 """What the two warpgroups of the backward do with a block of queries at head dims above 128: five products, each by one or by both.
 
-Legend as in gradient.py, but N are all 64 keys of a program, for dK and dV of 128 keys don't fit in registers. Warpgroup 0 makes s_NM = K q^T
-and of it p_NM; warpgroup 1 makes dp_NM = V dO^T, and with p_NM ds_NM; both lay theirs in shared memory. dV += p_NM dO, dK += ds_NM q and
-dQ = ds_NM^T K are shared out by columns, so each warpgroup has 64 to 128 columns of each and needs p and ds whole.
+Legend as in gradient.py, but N are all 64 keys of a program, for dK and dV of 128 keys don't fit in registers. Warpgroup 0 makes
+s_NM = K q^T and of it p_NM; warpgroup 1 makes dp_NM = V dO^T, and with p_NM ds_NM; both lay theirs in shared memory. dV += p_NM dO,
+dK += ds_NM q and dQ = ds_NM^T K are shared out by columns, so each warpgroup has 64 to 128 columns of each and needs p and ds whole.
 
 Who waits for whom. P_FULL: warpgroup 0 has stored p of step i. DS_FULL: warpgroup 1 has stored ds of step i. They alternate, each waited
 for before the other is arrived at again, so one barrier each will do. p and ds have two slots, taken in turns:
 - p(i + 1) overwrites p(i - 1). Warpgroup 0 stores it after DS_FULL(i), before which warpgroup 1 has finished its product with p(i - 1).
 - ds(i + 1) overwrites ds(i - 1). Warpgroup 1 stores it after P_FULL(i + 1), before which warpgroup 0 has finished its two with ds(i - 1).
-A slot of q or dO is given back by both, after their last products with it (Q and DO: a named barrier a slot). Warpgroup 0 starts s of step i
-before it gives back q of step i - 1, so q needs two slots.
+A slot of q or dO is given back by both, after their last products with it (Q and DO: a named barrier a slot). Warpgroup 0 starts s of
+step i before it gives back q of step i - 1, so q needs two slots.
 
 The surprising fact: this asymmetry hides the softmax better than two equal warpgroups would. Warpgroup 0 makes dK of step i - 1 and s of
 step i, takes exponentials, and makes dV of step i and dQ of step i - 1; warpgroup 1 makes dp and dV, then ds, and then dK and dQ of step i.
 So while one does not multiply, the other's products run. What limits the kernel is shared memory, which operands of both factors come from.
 Method: Dao 2023 (FlashAttention-2), algorithm 2.
 """
+
+from typing import NamedTuple
 
 from ..common.score import score, score_gradient
 from ..common.softmax import probabilities
@@ -31,6 +33,22 @@ DQ_EMPTY = gl.constexpr(8)  # + warpgroup: its turn to store its part of dQ
 DQ_FULL = gl.constexpr(10)  # + warpgroup: and it is stored
 DO = gl.constexpr(12)  # + slot
 Q = gl.constexpr(14)  # + slot
+
+
+class Memory(NamedTuple):
+    """Shared memory. Rings hold tiles of 64 rows, in parts of 64 columns: one of k and v, `stages` of q and `do_stages` of do.
+
+    rows: lse and delta of the slots of q. p, ds: two slots of 64 keys by 64 queries each. dq: a warpgroup's part of dQ on its way out.
+    """
+
+    q: object
+    do: object
+    rows: object
+    k: object
+    v: object
+    p: object
+    ds: object
+    dq: object
 
 
 @gluon.constexpr_function
@@ -70,7 +88,7 @@ def columns(ring, slot, FIRST: gl.constexpr, COLUMNS: gl.constexpr, WIDTH: gl.co
 
 @gluon.jit
 def nothing(turn):
-    """0, which the compiler doesn't know: addresses that depend on it are made in each step and don't occupy registers from step to step."""
+    """0, which the compiler doesn't know: addresses that depend on it are made in each step and occupy no registers between steps."""
     return gl.inline_asm_elementwise("and.b32 $0, $1, 0;", "=r,r", [turn], dtype=gl.int32, is_pure=True, pack=1)
 
 
