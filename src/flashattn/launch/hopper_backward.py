@@ -62,6 +62,7 @@ def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: b
         mask=_mask(problem, config),
         ordered=problem.deterministic,
         wide=config.wide,
+        own=config.own,
         do_stages=config.do_stages,
     )
 

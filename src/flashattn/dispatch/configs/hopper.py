@@ -49,7 +49,8 @@ class HopperBackwardConfig(NamedTuple):
     one, 1 masks all blocks, 2 branches to those that need it, 3 gives them loops of their own (without grouped heads, else it is 1). heads:
     as many at most are walked side by side, as far as what they share fits in L2.
     wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed` and `init` say nothing, the
-    stages are of Q, those of dO are `do_stages`, and without `writers` dQ leaves from registers, in a deterministic call too.
+    stages are of Q, those of dO are `do_stages`, and without `writers` dQ leaves from registers, in a deterministic call too. own: a
+    warpgroup multiplies what it made itself, p or ds, from its registers.
     """
 
     block_m: int
@@ -62,6 +63,7 @@ class HopperBackwardConfig(NamedTuple):
     heads: int
     wide: bool = False
     do_stages: int = 0
+    own: bool = False
 
     @property
     def block_n(self) -> int:
@@ -102,10 +104,10 @@ ROWS = {
     ("backward", 128, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 1, 1),
     ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, True, True, 1, 64),
     ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, True, True, 1, 64),
-    ("backward", 192, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 1, True, 2),
-    ("backward", 192, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2),
-    ("backward", 192, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2),
-    ("backward", 256, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 1, True, 2),
-    ("backward", 256, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2),
-    ("backward", 256, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2),
+    ("backward", 192, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 1, True, 2, True),
+    ("backward", 192, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2, True),
+    ("backward", 192, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2, True),
+    ("backward", 256, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 1, True, 2, True),
+    ("backward", 256, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2, True),
+    ("backward", 256, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2, True),
 }

@@ -1,8 +1,8 @@
 """The backward on Hopper: a program is 128 keys of one head, two warpgroups of 64 keys each compute, one warp loads, two send dQ away.
 
 So for head dims up to 128; backward_wide.py has the others. Legend as in gradient.py. dK and dV stay in registers over all blocks of
-queries and all query heads that read these keys; dQ is summed in global memory, in float32, by the copy engine: 16 KB at a time, in an order
-that passes.py made zeros for and undoes.
+queries and all query heads that read these keys; dQ is summed in global memory, in float32, by the copy engine: 16 KB at a time, in an
+order that passes.py made zeros for and undoes.
 
 The surprising facts: a plain grid, one program after the other on each multiprocessor, is a dynamic scheduler already, and the fastest that
 was measured. And dQ alone depends on the order in which programs come, so only there a deterministic call has to wait: the writer of a tile

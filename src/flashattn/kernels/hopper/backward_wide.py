@@ -29,6 +29,7 @@ from .gradient_wide import (
     start_dp,
     start_dq,
     start_dv,
+    start_own,
     start_scores,
     store_ds,
     store_p,
@@ -153,10 +154,14 @@ def make_p(memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC: gl.conste
         await_q(memory, 0, TILE)
         clear_block(memory.q, 0, visit.rows_q - place.m0, TILE.d, SPEC)
         s_NM = warpgroup_mma_wait(0, deps=(start_scores(memory, 0, TILE),))
-        store_p(s_NM, memory, 0, place.m0, visit, grid, scale_log2, SPEC, TILE)
+        first_p = store_p(s_NM, memory, 0, place.m0, visit, grid, scale_log2, SPEC, TILE)
         if SPEC.need_dv:
             await_do(memory, 0, place.m0, visit, SPEC, TILE)
-            dv_NV = warpgroup_mma_wait(0, deps=(start_dv(memory, 0, dv_NV, 0, TILE),))
+            if TILE.own:
+                dv_NV, first_p_op = start_own(first_p, memory.do, 0, dv_NV, 0, TILE.dv)
+                dv_NV, first_p_op = warpgroup_mma_wait(0, deps=(dv_NV, first_p_op))
+            else:
+                dv_NV = warpgroup_mma_wait(0, deps=(start_dv(memory, 0, dv_NV, 0, TILE),))
             arrive(DO, BOTH_AND_LOADER)
         for turn in range(1, visit.steps):
             before = place
@@ -173,14 +178,20 @@ def make_p(memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC: gl.conste
                 dk_ND = warpgroup_mma_wait(SCORES, deps=(dk_ND,))
             arrive(Q + (turn - 1) % TILE.stages, BOTH_AND_LOADER)
             s_NM = warpgroup_mma_wait(0, deps=(s_NM,))
-            store_p(s_NM, memory, turn, place.m0, visit, grid, scale_log2, SPEC, TILE)
+            p_NM = store_p(s_NM, memory, turn, place.m0, visit, grid, scale_log2, SPEC, TILE)
             if SPEC.need_dv:
                 await_do(memory, turn, place.m0, visit, SPEC, TILE)
-                dv_NV = start_dv(memory, turn, dv_NV, 0, TILE)
+                if TILE.own:
+                    dv_NV, p_op = start_own(p_NM, memory.do, turn % TILE.do_stages, dv_NV, 0, TILE.dv)
+                else:
+                    dv_NV = start_dv(memory, turn, dv_NV, 0, TILE)
             if SPEC.need_dq:
                 dq_MD = start_dq(memory, turn - 1, 0, TILE)
             if SPEC.need_dv:
-                dv_NV = warpgroup_mma_wait(DQ, deps=(dv_NV,))
+                if TILE.own:
+                    dv_NV, p_op = warpgroup_mma_wait(DQ, deps=(dv_NV, p_op))
+                else:
+                    dv_NV = warpgroup_mma_wait(DQ, deps=(dv_NV,))
                 arrive(DO + turn % TILE.do_stages, BOTH_AND_LOADER)
             if SPEC.need_dq:
                 dq_MD = warpgroup_mma_wait(0, deps=(dq_MD,))
@@ -226,18 +237,26 @@ def make_ds(memory, sums, turns, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: 
         if NEED_DS:
             p_NM = memory.p.index(turn % 2).load(LAYOUT)
             dp_NM = warpgroup_mma_wait(DV, deps=(dp_NM,))
-            store_ds(dp_NM, p_NM, memory, turn, TILE)
+            ds_NM = store_ds(dp_NM, p_NM, memory, turn, TILE)
         else:
             arrive(DS_FULL, BOTH)
         if SPEC.need_dk:
-            dk_ND = start_dk(memory, turn, dk_ND, 1, TILE)
+            if TILE.own:
+                dk_ND, ds_op = start_own(ds_NM, memory.q, turn % TILE.stages, dk_ND, 1, TILE.d)
+            else:
+                dk_ND = start_dk(memory, turn, dk_ND, 1, TILE)
         if SPEC.need_dq:
+            if TILE.own:
+                barrier()
             dq_MD = start_dq(memory, turn, 1, TILE)
         if SPEC.need_dv:
             dv_NV = warpgroup_mma_wait(DK + DQ, deps=(dv_NV,))
         arrive(DO + turn % TILE.do_stages, BOTH_AND_LOADER)
         if SPEC.need_dk:
-            dk_ND = warpgroup_mma_wait(DQ, deps=(dk_ND,))
+            if TILE.own:
+                dk_ND, ds_op = warpgroup_mma_wait(DQ, deps=(dk_ND, ds_op))
+            else:
+                dk_ND = warpgroup_mma_wait(DQ, deps=(dk_ND,))
         arrive(Q + turn % TILE.stages, BOTH_AND_LOADER)
         if SPEC.need_dq:
             dq_MD = warpgroup_mma_wait(0, deps=(dq_MD,))

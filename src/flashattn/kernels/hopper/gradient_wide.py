@@ -24,7 +24,7 @@ from ..common.softmax import probabilities
 from .channel import arrive, sync
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma
 from .gradient import BOTH, ONE_AND_WRITER, clear_rows, masked, numbers
-from .layouts import ROWS, accumulator, shared
+from .layouts import ROWS, accumulator, operand, shared
 
 # Hardware barriers. Triton takes 0 to 4 in a kernel of four partitions.
 P_FULL = gl.constexpr(6)
@@ -117,6 +117,15 @@ def start_dp(memory, turn, TILE: gl.constexpr):
 
 
 @gluon.jit
+def start_own(x_NM, ring, slot, acc, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr):
+    """acc + x of this warpgroup's columns of a tile, in flight, x being the p or ds that it made itself. Returned with the operand, which
+    must stay in its registers."""
+    FIRST: gl.constexpr = first_column(WIDTH, WARPGROUP_ID)
+    x_NM = gl.convert_layout(x_NM, operand(acc.shape[1]))
+    return warpgroup_mma(x_NM, columns(ring, slot, FIRST, acc.shape[1], WIDTH), acc, is_async=True), x_NM
+
+
+@gluon.jit
 def start_dv(memory, turn, dv_NV, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
     """dV + p dO of this warpgroup's columns, in flight."""
     FIRST: gl.constexpr = first_column(TILE.dv, WARPGROUP_ID)
@@ -181,10 +190,13 @@ def store_p(s_NM, memory, turn, m0, visit, grid, scale_log2, SPEC: gl.constexpr,
                 s_NM = masked(s_NM, m0, visit, grid, 0, SPEC, TILE)
     lse_M = numbers(memory.rows, turn % TILE.stages, 0, TILE)
     p_NM = probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2)
-    memory.p.index(turn % 2).store(p_NM.to(memory.p.dtype))
+    p_NM = p_NM.to(memory.p.dtype)
+    memory.p.index(turn % 2).store(p_NM)
     fence_async_shared()
     arrive(P_FULL, BOTH)
-    barrier()
+    if not TILE.own:
+        barrier()
+    return p_NM
 
 
 @gluon.jit
@@ -192,10 +204,13 @@ def store_ds(dp_NM, p_NM, memory, turn, TILE: gl.constexpr):
     """The gradient of scores, from finished dp and p as they were stored, for both warpgroups."""
     delta_M = numbers(memory.rows, turn % TILE.stages, 1, TILE)
     ds_NM = score_gradient(p_NM.to(gl.float32), dp_NM, gl.expand_dims(delta_M, 0))
-    memory.ds.index(turn % 2).store(ds_NM.to(memory.ds.dtype))
+    ds_NM = ds_NM.to(memory.ds.dtype)
+    memory.ds.index(turn % 2).store(ds_NM)
     fence_async_shared()
     arrive(DS_FULL, BOTH)
-    barrier()
+    if not TILE.own:
+        barrier()
+    return ds_NM
 
 
 @gluon.constexpr_function

@@ -52,6 +52,7 @@ class BackwardTile(NamedTuple):
     mask: int  # one of NEVER, ALWAYS, BRANCH and LOOPS, see gradient.py
     ordered: bool  # dQ is summed in the order of the keys
     wide: bool = False  # for head dims above 128: see gradient_wide.py
+    own: bool = False  # then a warpgroup multiplies the p or ds that it made from its registers
     do_stages: int = 0  # then slots for blocks of dO, and `stages` for the rest
 
 
