@@ -109,5 +109,5 @@ ROWS = {
     ("backward", 192, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2, True),
     ("backward", 256, "open"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 1, True, 2, True),
     ("backward", 256, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2, True),
-    ("backward", 256, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2, True),
+    ("backward", 256, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, 2, 64, True, 2),
 }

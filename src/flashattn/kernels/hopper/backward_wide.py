@@ -17,6 +17,7 @@ from .gradient_wide import (
     Q,
     add_directly,
     await_do,
+    await_own,
     await_q,
     clear_block,
     columns,
@@ -157,11 +158,8 @@ def make_p(memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC: gl.conste
         first_p = store_p(s_NM, memory, 0, place.m0, visit, grid, scale_log2, SPEC, TILE)
         if SPEC.need_dv:
             await_do(memory, 0, place.m0, visit, SPEC, TILE)
-            if TILE.own:
-                dv_NV, first_p_op = start_own(first_p, memory.do, 0, dv_NV, 0, TILE.dv)
-                dv_NV, first_p_op = warpgroup_mma_wait(0, deps=(dv_NV, first_p_op))
-            else:
-                dv_NV = warpgroup_mma_wait(0, deps=(start_dv(memory, 0, dv_NV, 0, TILE),))
+            dv_NV, first_op = start_own(first_p, memory.p.index(0), memory.do, 0, dv_NV, 0, TILE.dv, TILE)
+            dv_NV = await_own(0, dv_NV, first_op, TILE)
             arrive(DO, BOTH_AND_LOADER)
         for turn in range(1, visit.steps):
             before = place
@@ -181,17 +179,11 @@ def make_p(memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC: gl.conste
             p_NM = store_p(s_NM, memory, turn, place.m0, visit, grid, scale_log2, SPEC, TILE)
             if SPEC.need_dv:
                 await_do(memory, turn, place.m0, visit, SPEC, TILE)
-                if TILE.own:
-                    dv_NV, p_op = start_own(p_NM, memory.do, turn % TILE.do_stages, dv_NV, 0, TILE.dv)
-                else:
-                    dv_NV = start_dv(memory, turn, dv_NV, 0, TILE)
+                dv_NV, p_op = start_own(p_NM, memory.p.index(turn % 2), memory.do, turn % TILE.do_stages, dv_NV, 0, TILE.dv, TILE)
             if SPEC.need_dq:
                 dq_MD = start_dq(memory, turn - 1, 0, TILE)
             if SPEC.need_dv:
-                if TILE.own:
-                    dv_NV, p_op = warpgroup_mma_wait(DQ, deps=(dv_NV, p_op))
-                else:
-                    dv_NV = warpgroup_mma_wait(DQ, deps=(dv_NV,))
+                dv_NV = await_own(DQ, dv_NV, p_op, TILE)
                 arrive(DO + turn % TILE.do_stages, BOTH_AND_LOADER)
             if SPEC.need_dq:
                 dq_MD = warpgroup_mma_wait(0, deps=(dq_MD,))
@@ -241,10 +233,7 @@ def make_ds(memory, sums, turns, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: 
         else:
             arrive(DS_FULL, BOTH)
         if SPEC.need_dk:
-            if TILE.own:
-                dk_ND, ds_op = start_own(ds_NM, memory.q, turn % TILE.stages, dk_ND, 1, TILE.d)
-            else:
-                dk_ND = start_dk(memory, turn, dk_ND, 1, TILE)
+            dk_ND, ds_op = start_own(ds_NM, memory.ds.index(turn % 2), memory.q, turn % TILE.stages, dk_ND, 1, TILE.d, TILE)
         if SPEC.need_dq:
             if TILE.own:
                 barrier()
@@ -253,10 +242,7 @@ def make_ds(memory, sums, turns, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: 
             dv_NV = warpgroup_mma_wait(DK + DQ, deps=(dv_NV,))
         arrive(DO + turn % TILE.do_stages, BOTH_AND_LOADER)
         if SPEC.need_dk:
-            if TILE.own:
-                dk_ND, ds_op = warpgroup_mma_wait(DQ, deps=(dk_ND, ds_op))
-            else:
-                dk_ND = warpgroup_mma_wait(DQ, deps=(dk_ND,))
+            dk_ND = await_own(DQ, dk_ND, ds_op, TILE)
         arrive(Q + turn % TILE.stages, BOTH_AND_LOADER)
         if SPEC.need_dq:
             dq_MD = warpgroup_mma_wait(0, deps=(dq_MD,))

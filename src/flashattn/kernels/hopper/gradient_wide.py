@@ -22,7 +22,7 @@ from typing import NamedTuple
 from ..common.score import score, score_gradient
 from ..common.softmax import probabilities
 from .channel import arrive, sync
-from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma
+from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .gradient import BOTH, ONE_AND_WRITER, clear_rows, masked, numbers
 from .layouts import ROWS, accumulator, operand, shared
 
@@ -117,12 +117,25 @@ def start_dp(memory, turn, TILE: gl.constexpr):
 
 
 @gluon.jit
-def start_own(x_NM, ring, slot, acc, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr):
-    """acc + x of this warpgroup's columns of a tile, in flight, x being the p or ds that it made itself. Returned with the operand, which
-    must stay in its registers."""
-    FIRST: gl.constexpr = first_column(WIDTH, WARPGROUP_ID)
-    x_NM = gl.convert_layout(x_NM, operand(acc.shape[1]))
-    return warpgroup_mma(x_NM, columns(ring, slot, FIRST, acc.shape[1], WIDTH), acc, is_async=True), x_NM
+def start_own(x_NM, stored, ring, slot, acc, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr):
+    """acc + x of this warpgroup's columns of a tile, in flight, and x, for await_own. x: the p or ds that it made itself, and stored."""
+    b_MC = columns(ring, slot, first_column(WIDTH, WARPGROUP_ID), acc.shape[1], WIDTH)
+    if TILE.own:
+        x_NM = gl.convert_layout(x_NM, operand(acc.shape[1]))
+        acc = warpgroup_mma(x_NM, b_MC, acc, is_async=True)
+    else:
+        acc = warpgroup_mma(stored, b_MC, acc, is_async=True)
+    return acc, x_NM
+
+
+@gluon.jit
+def await_own(LATER: gl.constexpr, acc, x_NM, TILE: gl.constexpr):
+    """acc of start_own, when at most LATER products are still in flight. An operand must stay in its registers until then."""
+    if TILE.own:
+        acc, x_NM = warpgroup_mma_wait(LATER, deps=(acc, x_NM))
+    else:
+        acc = warpgroup_mma_wait(LATER, deps=(acc,))
+    return acc
 
 
 @gluon.jit
