@@ -25,7 +25,8 @@ from benchmarks.timing import Call, CudaClock, interleave
 from benchmarks.workloads import Workload
 from flashattn.dispatch.table import hopper_backward_row, hopper_padded
 
-DIMS = [(64, 64), (128, 128), (96, 96), (72, 40), (128, 64), (64, 128)]
+DIMS = [(64, 64), (128, 128), (96, 96), (72, 40), (128, 64), (64, 128), (256, 256), (192, 128), (136, 72), (64, 256)]
+EXACT = [(64, 64), (128, 128), (256, 256)]
 MASKS = {
     "open": {}, "causal": {"causal": True}, "window": {"window": (100, 5)}, "left": {"window": (70, None)},
     "top-left": {"causal": "top-left"},
@@ -147,13 +148,13 @@ def checks(dims, only: str) -> list:
         if only in name:
             found.append((function, args, options))
 
-    for pair in [pair for pair in DIMS if 64 * (1 + (max(pair) > 64)) in dims]:
+    for pair in [pair for pair in DIMS if (64 if max(pair) <= 64 else 128 if max(pair) <= 128 else 256) in dims]:
         for lengths, mask in product(LENGTHS, MASKS):
-            if mask in ("open", "causal") or (pair in DIMS[:2] and lengths in LENGTHS[3:6]):
+            if mask in ("open", "causal") or (pair in EXACT and lengths in LENGTHS[3:6]):
                 add(f"dense {mask}", dense_check, *lengths, *pair, mask)
         for mask in MASKS:
             add(f"packed {mask}", packed_check, *pair, mask)
-    for pair in [pair for pair in DIMS[:2] if max(pair) in dims]:
+    for pair in [pair for pair in EXACT if max(pair) in dims]:
         for needs in NEEDS[1:]:
             add(f"needs {needs}", dense_check, 301, 703, *pair, "causal", needs)
         for mask in MASKS:
@@ -207,15 +208,26 @@ def cudnn_of(workload: Workload, q, k, v, dout):
     return tuple(x.transpose(1, 2) for x in run()), Call(run, entered)
 
 
+def portable_of(workload: Workload, q, k, v, dout):
+    """As cudnn_of, of this library's portable kernels: for head dims that SDPA's cuDNN doesn't take."""
+    from flashattn import attention
+
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    out = attention(*leaves, causal=workload.causal, impl="portable")
+    run = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)  # noqa: E731
+    return run(), Call(run)
+
+
 def timed(workload: Workload, variants, rounds: int, parts: bool, deterministic: bool) -> dict[str, float]:
-    """TFLOP/s of each variant that gives cuDNN's gradients."""
+    """TFLOP/s of each variant that gives the peer's gradients."""
     from flashattn import attention
 
     q, k, v = inputs_of(workload)
-    dout = torch.randn_like(q)
-    wanted, peer = cudnn_of(workload, q, k, v, dout)
+    v = v[..., : workload.head_dim_v].contiguous()
+    dout = torch.randn_like(q[..., : workload.head_dim_v])
+    wanted, peer = (cudnn_of if workload.head_dim == workload.head_dim_v else portable_of)(workload, q, k, v, dout)
     out, lse = attention(q, k, v, causal=workload.causal, return_lse=True)
-    calls = {"cudnn": peer}
+    calls = {"peer": peer}
     for name, changes in variants.items():
         runs, found = backward_of(workload, changes, q, k, v, out, lse, dout, deterministic)
         faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -239,14 +251,14 @@ def time_rows(dims, lengths, variants, args) -> None:
             found = []
             for length in lengths:
                 heads = WIDTH // dim
-                workload = Workload("", TOKENS // length, length, length, heads, heads // args.group, dim, dim, causal)
+                workload = Workload("", TOKENS // length, length, length, heads, heads // args.group, dim, args.dim_v or dim, causal)
                 found.append(timed(workload, variants, args.rounds, args.parts, args.deterministic))
             names = dict.fromkeys(name for speeds in found for name in speeds)
             table = {name: [speeds.get(name, float("nan")) for speeds in found] for name in names}
             for name, speeds in table.items():
-                ratios = " / ".join(f"{speed / peer:.2f}" for speed, peer in zip(speeds, table["cudnn"], strict=True))
+                ratios = " / ".join(f"{speed / peer:.2f}" for speed, peer in zip(speeds, table["peer"], strict=True))
                 figures = " / ".join(f"{speed:.0f}" for speed in speeds)
-                print(f"d{dim} {'causal' if causal else 'open':6} {name:36} {figures:20} TFLOP/s, x cudnn {ratios}", flush=True)
+                print(f"d{dim} {'causal' if causal else 'open':6} {name:36} {figures:20} TFLOP/s, x peer {ratios}", flush=True)
 
 
 def main() -> int:
@@ -258,6 +270,7 @@ def main() -> int:
     parser.add_argument("--only", default="")
     parser.add_argument("--dims", default="64,128")
     parser.add_argument("--lengths", default="1024,4096,16384")
+    parser.add_argument("--dim-v", type=int, default=0, help="where it is another; the peer is then the portable backward")
     parser.add_argument("--group", type=int, default=1, help="query heads a key/value head")
     parser.add_argument("--masks", default="both", choices=("both", "causal", "open"))
     parser.add_argument("--rounds", type=int, default=7)

@@ -19,8 +19,8 @@ from test_compile_hopper import VARIANTS, problem_of
 pytestmark = pytest.mark.compile_only
 OURS = set(range(6, 16))  # hardware barriers of kernels/hopper/gradient.py
 MOST_SPILLS = 256  # bytes of a thread
-DIMS = [(64, 64), (128, 128)]  # each takes all variants and needs; these take the hardest
-OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (64, 128)]
+DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants and needs; these take the hardest
+OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (64, 128), (136, 72), (192, 192), (256, 64), (64, 256)]
 NEEDS = ("q", "k", "v", "qk", "qv", "kv")
 
 

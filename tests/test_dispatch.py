@@ -24,7 +24,7 @@ from flashattn.dispatch import configs, table
 from flashattn.dispatch.configs import hopper, portable
 from flashattn.dispatch.explain import explain as explain_problem
 from flashattn.dispatch.select import launcher, select
-from flashattn.dispatch.table import DIRECTIONS, FEW, KERNELS, LARGEST_BACKWARD, TABLES, Kernel, padded_head_dim
+from flashattn.dispatch.table import DIRECTIONS, FEW, KERNELS, TABLES, Kernel, padded_head_dim
 from flashattn.problem import DTYPES, Problem
 from flashattn.torch_ops import schemas
 from flashattn.torch_ops.describe import _machine
@@ -104,11 +104,8 @@ def test_every_head_dim_has_a_tile_for_hopper():
             row = ROWS["hopper"].rows(problem)["forward"]
             assert row.block_m == 64 * row.consumers and row.num_warps % 4 == 0
             taken.add(row)
-            if max(head_dim, head_dim_v) <= LARGEST_BACKWARD:
-                assert ROWS["hopper"].reasons(problem, "backward") == ([] if head_dim % 8 == 0 else [ANY])
-                taken.add(ROWS["hopper"].rows(problem)["backward"])
-            else:
-                assert any("no backward above" in reason for reason in ROWS["hopper"].reasons(problem, "backward"))
+            assert ROWS["hopper"].reasons(problem, "backward") == ([] if head_dim % 8 == 0 else [ANY])
+            taken.add(ROWS["hopper"].rows(problem)["backward"])
     assert taken == set(hopper.ROWS.values())
 
 
@@ -130,8 +127,11 @@ def test_hopper_pads_head_dims_to_its_tiles():
     padded = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=d), "forward") for d in dims]
     assert [d for d, _ in padded] == [64, 64, 96, 96, 128, 128, 192, 192, 256, 256]
     assert [dv for _, dv in padded] == [64, 64, 128, 128, 128, 128, 256, 256, 256, 256]
-    backward = [ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=dv), "backward") for d in (64, 96) for dv in (8, 72)]
-    assert backward == [(64, 64), (128, 128), (128, 64), (128, 128)]
+    backward = [
+        ROWS["hopper"].padded(replace(PROBLEM, head_dim=d, head_dim_v=dv), "backward") for d in (64, 96, 136, 200) for dv in (8, 72)
+    ]
+    assert backward == [(64, 64), (128, 128), (128, 64), (128, 128), *[(192, 128)] * 2, *[(256, 256)] * 2]
+    assert ROWS["hopper"].padded(replace(PROBLEM, head_dim=64, head_dim_v=136), "backward") == (256, 256)
 
 
 @pytest.mark.parametrize("name", NAMES)

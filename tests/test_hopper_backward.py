@@ -26,20 +26,38 @@ def test_it_is_the_backward_that_is_chosen():
     assert explain(data.q, data.k, data.v).kernels["backward"] == "hopper"
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("lengths", LENGTHS, ids=str)
 def test_lengths_and_masks(lengths, mask, dim):
     check(dense(*lengths, batch=2, heads=4, heads_kv=2, dim=dim, **BFLOAT16), "hopper", **MASKS[mask])
 
 
-@pytest.mark.parametrize("dims", [(8, 8), (40, 64), (72, 72), (96, 96), (104, 128), (128, 64), (64, 128), (128, 8)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [
+        (8, 8),
+        (40, 64),
+        (72, 72),
+        (96, 96),
+        (104, 128),
+        (128, 64),
+        (64, 128),
+        (128, 8),
+        (136, 72),
+        (192, 128),
+        (160, 192),
+        (256, 64),
+        (40, 256),
+    ],
+    ids=str,
+)
 def test_head_dims(dims):
     head_dim, head_dim_v = dims
     check(dense(301, 703, batch=2, heads=4, heads_kv=2, dim=head_dim, dim_v=head_dim_v, **FLOAT16), "hopper", causal=True)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("grads", ["q", "k", "v", "qk", "qv", "kv"])
 def test_only_what_is_asked_for(grads, dim):
     check(dense(301, 703, batch=2, heads=4, heads_kv=2, dim=dim, **BFLOAT16), "hopper", grads=grads, causal=True)
@@ -47,18 +65,18 @@ def test_only_what_is_asked_for(grads, dim):
 
 
 @pytest.mark.parametrize("heads, heads_kv", [(40, 4), (7, 1), (9, 3), (64, 8), (6, 2)])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_grouped_heads(heads, heads_kv, dim):
     check(dense(301, 703, batch=2, heads=heads, heads_kv=heads_kv, dim=dim, **BFLOAT16), "hopper", causal=True)
 
 
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 2.0])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_softmax_scales(scale, dim):
     check(dense(301, 703, heads=4, dim=dim, **BFLOAT16), "hopper", causal=True, softmax_scale=scale)
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_keys_that_do_not_exist_overflow_nothing(dim):
     """Scores of -200 and lower: a missing key's score of 0 would have a probability of e^200."""
     data = dense(200, 130, heads=2, dim=dim, **FLOAT16)
@@ -78,14 +96,14 @@ def test_a_gradient_that_comes_in_any_strides(name):
     check(dense(301, 303, batch=2, heads=4, dim=64, strides={"dout": name}, **BFLOAT16), "hopper")
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 @pytest.mark.parametrize("mask", ["open", "causal", "window"])
 def test_many_tiles(mask, dim):
     check(dense(2048, batch=2, heads=2048 // dim, dim=dim, **BFLOAT16), "hopper", **MASKS[mask])
 
 
 @pytest.mark.parametrize("deterministic", [False, True])
-@pytest.mark.parametrize("dim, dim_v", [(64, 64), (128, 128), (128, 64)])
+@pytest.mark.parametrize("dim, dim_v", [(64, 64), (128, 128), (128, 64), (256, 256), (192, 128)])
 @pytest.mark.parametrize("mask", ["open", "causal", "window", "left"])
 def test_packed_sequences(mask, dim, dim_v, deterministic):
     """Every sequence has neighbours, and the last is followed by NaN."""
@@ -94,7 +112,7 @@ def test_packed_sequences(mask, dim, dim_v, deterministic):
         check(packed(lens_q, lens_k, **tails, **heads, **BFLOAT16), "hopper", deterministic=deterministic, **MASKS[mask])
 
 
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_a_neighbour_of_nan_changes_no_bit(dim):
     data = packed([130, 70, 200], [130, 70, 200], heads=4, heads_kv=2, dim=dim, **BFLOAT16)
     found = []
@@ -114,7 +132,7 @@ def test_no_rows(lengths):
 
 @pytest.mark.parametrize("deterministic", [False, True])
 @pytest.mark.parametrize("mask", ["open", "causal", "window"])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_thirty_launches_give_the_same_bits(dim, mask, deterministic):
     """dQ is summed in the order in which tiles come, unless the call is deterministic."""
     data = dense(2048, batch=2, heads=2048 // dim, heads_kv=1024 // dim, dim=dim, **BFLOAT16)
@@ -126,7 +144,7 @@ def test_thirty_launches_give_the_same_bits(dim, mask, deterministic):
 
 
 @pytest.mark.parametrize("mask", MASKS)
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 128, 256])
 def test_deterministic(mask, dim):
     check(dense(1000, 1300, batch=2, heads=4, heads_kv=2, dim=dim, **BFLOAT16), "hopper", deterministic=True, **MASKS[mask])
 

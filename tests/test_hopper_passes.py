@@ -5,10 +5,13 @@ it (PTX ISA, "Register Fragments and Shared Memory Matrix Layouts", m64nNk16), s
 """
 
 import math
+import re
+from itertools import product as product_of
 
 import pytest
 import torch
 
+from flashattn.kernels.hopper.gradient_wide import additions
 from flashattn.kernels.hopper.passes import attn_bwd_hopper_after, attn_bwd_hopper_before
 from flashattn.kernels.structs import Tile, View
 
@@ -39,7 +42,8 @@ def blocks_of(packed: bool, rows: int, block: int, device):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("negative, fours", [(False, True), (True, False)])
 @pytest.mark.parametrize(
-    "block, head_dim, head_dim_v, padded", [(64, 96, 72, (128, 128)), (128, 64, 40, (64, 64)), (64, 128, 64, (128, 64))]
+    "block, head_dim, head_dim_v, padded",
+    [(64, 96, 72, (128, 128)), (128, 64, 40, (64, 64)), (64, 128, 64, (128, 64)), (64, 136, 72, (192, 128))],
 )
 def test_before(device, packed, negative, fours, block, head_dim, head_dim_v, padded):
     """lse, delta and zeros where blocks of rows are, and nothing elsewhere."""
@@ -82,21 +86,42 @@ def in_registers(x: torch.Tensor) -> torch.Tensor:
     return x[16 * warp + 8 * half + lane // 4, 8 * columns + 2 * (lane % 4) + pair].reshape(-1)
 
 
+@pytest.mark.interpret
+@pytest.mark.parametrize("columns", [64, 128])
+def test_numbers_that_are_added_from_registers_come_in_that_order(columns):
+    """What the instructions of a thread add, and where, read from the text that the compiler gets."""
+    count = columns // 2
+    ptx, constraints = additions(count)
+    assert constraints == ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
+    product = torch.arange(64 * columns).reshape(64, columns)
+    added = torch.full((64 * columns,), -1)
+    found = re.findall(r"add\.v4\.f32 \[a\+(\d+)\], \{\$(\d+), \$(\d+), \$(\d+), \$(\d+)\}", ptx)
+    for thread, (offset, *registers) in product_of(range(128), found):
+        start = ((thread & 96) << 7) + ((thread & 31) << 4) + int(offset)
+        for i, register in enumerate(registers):
+            number = int(register) - 2 * count  # of the accumulator's, in this thread
+            row = 16 * (thread // 32) + 8 * (number // 2 % 2) + thread % 32 // 4
+            added[start // 4 + i] = product[row, number // 4 * 8 + 2 * (thread % 4) + number % 2]
+    assert torch.equal(added, torch.cat([in_registers(part) for part in product.split(64, dim=1)]))
+
+
 @pytest.mark.parametrize("device", WHERE)
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("block, head_dim, width", [(64, 96, 128), (128, 40, 64), (64, 128, 128), (128, 64, 64)])
+@pytest.mark.parametrize(
+    "block, head_dim, width", [(64, 96, 128), (128, 40, 64), (64, 128, 128), (128, 64, 64), (64, 136, 192), (64, 256, 256)]
+)
 def test_after(device, packed, block, head_dim, width):
     torch.manual_seed(0)
     batch, rows, heads = 2, sum(LENGTHS) + TAIL, 2
     cu, blocks, places = blocks_of(packed, rows, block, device)
     lanes = heads if packed else batch * heads
     dq = torch.full((rows, heads, head_dim) if packed else (batch, rows, heads, head_dim), 7.0, device=device).half()
-    expected, sums = dq.clone(), torch.randn(blocks * lanes, 2, 4096, device=device)
+    expected, sums = dq.clone(), torch.randn(blocks * lanes, block * width // 4096, 4096, device=device)
     for lane in range(lanes):
         entry, head = divmod(lane, heads)
         for row, count, number in places:
             whole = torch.randn(block, width)
-            parts = [whole[:, :64], whole[:, 64:]] if width == 128 else [whole[:64], whole[64:]]
+            parts = [rows.contiguous() for half in whole.split(64) for rows in half.split(64, dim=1)]
             sums[lane * blocks + number] = torch.stack([in_registers(part) for part in parts]).to(device)
             target = (expected if packed else expected[entry])[row : row + count, head]
             target.copy_(whole[:count, :head_dim] * 0.5)

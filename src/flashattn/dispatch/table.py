@@ -22,7 +22,6 @@ FEW = 64  # tiles that every Hopper GPU starts at once, so that none is left to 
 MOST_ROWS = 1 << 30  # whose positions, shifted by the limits of a window, fit 32 bits
 MOST_LANES = 1 << 30  # rows times heads, or tiles times heads
 GLUON = (3, 6), (3, 9)  # versions of Triton whose Gluon was read; it is experimental and changes its names
-LARGEST_BACKWARD = 128  # head dim
 MOST_BLOCKS = 1 << 25  # each has two parts of dQ, of 16 rows of 256 numbers
 D_TILES, DV_TILES = (64, 96, 128, 192, 256), (64, 128, 256)  # of the Hopper kernels: head dims of queries and keys, and of values
 
@@ -159,23 +158,25 @@ def _hopper_row(direction: str, size: int, problem: Problem):
 def hopper_backward_reasons(problem: Problem) -> list[str]:
     """What is only against the backward."""
     found = []
-    if max(problem.head_dim, problem.head_dim_v) > LARGEST_BACKWARD:
-        found.append(f"head dims {problem.head_dim}/{problem.head_dim_v}: there is no backward above {LARGEST_BACKWARD}")
-        return found
     if problem.head_dim % 8:
         found.append(f"head_dim {problem.head_dim}: rows of dQ and dK would not be aligned to 16 bytes")
-    rows, block = problem.total_q if problem.varlen else problem.seqlen_q, hopper_backward_row(problem).block_m
+    row = hopper_backward_row(problem)
+    rows, block, block_n = problem.total_q if problem.varlen else problem.seqlen_q, row.block_m, row.block_n
     blocks = rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
-    if blocks * problem.heads_q > MOST_BLOCKS:
-        found.append(f"more than {MOST_BLOCKS} blocks of queries: rows of their sums are counted in 32 bits")
-    tiles = problem.total_k // 128 + problem.batch + 1 if problem.varlen else -(-problem.seqlen_k // 128) * problem.batch
+    most = MOST_BLOCKS // 2 if row.wide else MOST_BLOCKS
+    if blocks * problem.heads_q > most:
+        found.append(f"more than {most} blocks of queries: rows of their sums are counted in 32 bits")
+    tiles = problem.total_k // block_n + problem.batch + 1 if problem.varlen else -(-problem.seqlen_k // block_n) * problem.batch
     if tiles * problem.heads_kv > MOST_LANES:
         found.append(f"more than {MOST_LANES} blocks of keys: they are counted in 32 bits")
     return found
 
 
 def backward_size(problem: Problem) -> int:
-    return 64 if max(problem.head_dim, problem.head_dim_v) <= 64 else 128
+    largest = max(problem.head_dim, problem.head_dim_v)
+    if largest <= 128:
+        return 64 if largest <= 64 else 128
+    return 192 if problem.head_dim <= 192 and problem.head_dim_v <= 128 else 256
 
 
 def hopper_backward_row(problem: Problem) -> hopper.HopperBackwardConfig:
@@ -189,15 +190,15 @@ def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig | hopper.Hopp
     row = _hopper_row("forward", size, problem)
     if not problem.varlen and problem.batch * problem.heads_q * -(-problem.seqlen_q // row.block_m) <= FEW:
         row = row._replace(tickets=False, lead=0)  # the host asks for no counter, 1 us of 25
-    found = {"forward": row}
-    return found if largest > LARGEST_BACKWARD else found | {"backward": hopper_backward_row(problem)}
+    return {"forward": row, "backward": hopper_backward_row(problem)}
 
 
 def hopper_padded(problem: Problem, direction: str = "forward") -> tuple[int, int]:
     """TMA reads as zero what a tile has beyond the tensor. In the backward queries and keys take the tile of the row, for dQ is shared out
     between warpgroups; values have their own."""
     if direction == "backward":
-        return backward_size(problem), 64 if problem.head_dim_v <= 64 else 128
+        size = backward_size(problem)
+        return size, 128 if size == 192 else 256 if size == 256 else 64 if problem.head_dim_v <= 64 else 128
     d = next(tile for tile in D_TILES if tile >= problem.head_dim)
     dv = next(tile for tile in DV_TILES if tile >= problem.head_dim_v)
     return d, dv

@@ -50,6 +50,9 @@ class HopperBackwardConfig(NamedTuple):
     as they always do in a deterministic call. mask: where a call has one, 1 masks all blocks, 2 branches to those that need it, 3 gives
     them loops of their own (without grouped heads, else it is 1). heads: as many at most are walked side by side, as far as what they
     share fits in L2.
+    wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed` and `init` say nothing, the
+    stages are of Q, those of dO are `do_stages`, and without `writers` dQ leaves from registers, in a deterministic call too. own: a
+    warpgroup multiplies what it made itself, p or ds, from its registers.
     """
 
     block_m: int
@@ -61,10 +64,13 @@ class HopperBackwardConfig(NamedTuple):
     writers: bool
     mask: int
     heads: int
+    wide: bool = False
+    do_stages: int = 0
+    own: bool = False
 
     @property
     def block_n(self) -> int:
-        return 128
+        return 64 if self.wide else 128
 
     @property
     def num_warps(self) -> int:
@@ -108,4 +114,11 @@ ROWS = {
     # 1.12 / 1.16 / 1.11; 64 heads 1.09 / 1.13 / 1.12, so init 1.05 / 1.05 / 1.06, mask 2 1.07 / 1.10 / 1.09, no writers 1.07 / 1.10 / 1.11
     ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, True, 1, 16),
     ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, True, 1, 16),
+    # not yet measured
+    ("backward", 192, "open"): HopperBackwardConfig(64, 2, False, False, True, False, False, 2, 1, True, 2, True),
+    ("backward", 192, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, False, 2, 16, True, 2, True),
+    ("backward", 192, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, False, 2, 16, True, 2, True),
+    ("backward", 256, "open"): HopperBackwardConfig(64, 2, False, False, True, False, False, 2, 1, True, 2, True),
+    ("backward", 256, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, False, 2, 16, True, 2, True),
+    ("backward", 256, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, False, 2, 16, True, 2),
 }

@@ -1,7 +1,8 @@
 """The backward on Hopper: a program is 128 keys of one head, two warpgroups of 64 keys each compute, one warp loads, two send dQ away.
 
-Legend as in gradient.py. dK and dV stay in registers over all blocks of queries and all query heads that read these keys; dQ is summed in
-global memory, in float32, by the copy engine: 16 KB at a time, in an order that passes.py made zeros for and undoes.
+So for head dims up to 128; backward_wide.py has the others. Legend as in gradient.py. dK and dV stay in registers over all blocks of
+queries and all query heads that read these keys; dQ is summed in global memory, in float32, by the copy engine: 16 KB at a time, in an
+order that passes.py made zeros for and undoes.
 
 The surprising facts: a plain grid, one program after the other on each multiprocessor, is a dynamic scheduler already, and the fastest that
 was measured. And dQ alone depends on the order in which programs come, so only there a deterministic call has to wait: the writer of a tile
@@ -10,6 +11,7 @@ waits for tiles of its head alone that started before it, as programs start in t
 nothing else keeps a program from ending.
 """
 
+from .backward_wide import gradients_wide
 from .channel import Ring, arrive, fill, make_barriers, make_ring, sync
 from .gluon import async_add, async_load, async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
 from .gradient import (
@@ -31,6 +33,7 @@ from .gradient import (
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
 from .profile import backward_metadata
+from .turns import await_turn, give_turn
 from .visits import SIZES, Grid, find, first_place, next_place, turn_of
 
 
@@ -59,44 +62,6 @@ def load(q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC: gl.cons
                     fill(memory.v, half, False, v_desc, visit.entry, visit.k_row + half * ROWS, visit.head_kv, EMPTY, 0, 1)
         fill(memory.do, slot, False, do_desc, visit.entry, row, place.head, EMPTY, 0, 1)
         place = next_place(place, visit, grid, SPEC, TILE)
-
-
-@gluon.jit
-def await_turn(number, earlier):
-    """Until so many tiles have added their part, and what they added is there for the copy engine too."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred early;
-        .reg .b32 added;
-        ASK: ld.acquire.gpu.global.b32 added, [$1];
-        setp.lt.s32 early, added, $2;
-        @early bra ASK;
-        bar.warp.sync 0xffffffff;
-        fence.proxy.async;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [number.to(gl.int64), earlier], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def give_turn(number):
-    """What this warp has sent has arrived (not only left), and one more tile has added its part. The thread that sent it waits longest."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 lane;
-        cp.async.bulk.wait_group 0;
-        fence.proxy.async;
-        bar.warp.sync 0xffffffff;
-        mov.u32 lane, %laneid;
-        setp.eq.u32 first, lane, 0;
-        @first fence.acq_rel.gpu;
-        @first red.release.gpu.global.add.u32 [$1], 1;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l", [number.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -236,13 +201,11 @@ def compute(memory, dq_desc, dk, dv, grid, scale, scale_log2, WARPGROUP_ID: gl.c
     store_wait(0)
 
 
-@gluon.jit(do_not_specialize=SIZES, launch_metadata=backward_metadata)
-def attn_bwd_hopper(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, seqlens, total_q, total_k, batch, heads_kv, group, lanes, wave,
-    per_wave, blocks, left, right, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """dK, dV (descriptors, or of packed sequences pointers) and the sums of dQ. What is not wanted, or not needed for it, is None."""
-    gl.static_assert(TILE.stages <= 2, "there are named barriers for two slots")
+@gluon.jit
+def gradients(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr
+):
+    """The kernel for head dims up to 128."""
     gl.static_assert(TILE.m * TILE.d == 8192, "each warpgroup makes 64 x 64 of dQ")
     gl.static_assert(TILE.writers or not TILE.ordered, "it is the writing warps that wait for their turn")
     REGISTERS: gl.constexpr = TILE.registers
@@ -253,7 +216,6 @@ def attn_bwd_hopper(
     SLOTS: gl.constexpr = 3 if TILE.delayed else 2
     NUMBERS: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     DTYPE: gl.constexpr = q_desc.dtype
-    grid = Grid(seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_kv, group, lanes, wave, per_wave, blocks, left, right)
     v = Ring(gl.allocate_shared_memory(DTYPE, [2, 1, ROWS, 1, DV], shared(DV, 4)), make_barriers(2, 1))  # dV leaves through it
     ds = gl.allocate_shared_memory(DTYPE, [2 * SLOTS, ROWS, M], shared(M, 2)) if SPEC.need_dq else None
     memory = Memory(
@@ -276,3 +238,17 @@ def attn_bwd_hopper(
             (compute, (memory, dq_desc, dk, dv, grid, scale, scale_log2, 1, SPEC, TILE)),
             (load, (q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC, TILE)),
         ], [4, 1], [REGISTERS, FEW])  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=SIZES, launch_metadata=backward_metadata)
+def attn_bwd_hopper(
+    q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, seqlens, total_q, total_k, batch, heads_kv, group, lanes, wave,
+    per_wave, blocks, left, right, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """dK, dV (descriptors, or of packed sequences pointers) and the sums of dQ. What is not wanted, or not needed for it, is None."""
+    gl.static_assert(TILE.stages <= 2, "there are named barriers for two slots")
+    grid = Grid(seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_kv, group, lanes, wave, per_wave, blocks, left, right)
+    if TILE.wide:
+        gradients_wide(q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)
+    else:
+        gradients(q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)

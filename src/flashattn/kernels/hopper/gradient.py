@@ -163,7 +163,8 @@ def start(
             fence_async_shared()
             barrier()
     s_NM = warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
-    lse_M = numbers(memory.rows, slot, 0, TILE)
+    if not TILE.delayed:  # which has the registers to read ahead
+        lse_M = numbers(memory.rows, slot, 0, TILE)
     mbarrier.wait(memory.do.full.index(slot), full)
     dp_NM = s_NM
     if NEED_DS:
@@ -183,6 +184,8 @@ def start(
     elif MASK == BRANCH:
         if (m0 < visit.full_lo) | (m0 >= visit.full_hi):
             s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
+    if TILE.delayed:
+        lse_M = numbers(memory.rows, slot, 0, TILE)
     return probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2), dp_NM
 
 

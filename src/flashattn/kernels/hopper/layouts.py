@@ -37,7 +37,7 @@ class BackwardTile(NamedTuple):
     """Extents and variants of the backward, a constexpr. Extents are powers of two."""
 
     m: int  # queries of a block
-    n: int  # keys of a program, 64 to a warpgroup
+    n: int  # keys of a program, 64 to a warpgroup, or to both
     d: int
     dv: int
     head_dim: int  # of packed calls, whose dK and dV are written without TMA; else 0
@@ -52,6 +52,9 @@ class BackwardTile(NamedTuple):
     writers: bool  # two warps send dQ away; otherwise the warpgroups do
     mask: int  # one of NEVER, ALWAYS, BRANCH and LOOPS, see gradient.py
     ordered: bool  # dQ is summed in the order of the keys
+    wide: bool = False  # for head dims above 128: see gradient_wide.py
+    own: bool = False  # then a warpgroup multiplies the p or ds that it made from its registers
+    do_stages: int = 0  # then slots for blocks of dO, and `stages` for the rest
 
 
 @gluon.constexpr_function

@@ -39,7 +39,7 @@ def attn_bwd_hopper_before(
     FOURS: of 16 rows in the order of `in_fours` in layouts.py."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_DV: tl.constexpr = TILE.block_dv
-    SUMS: tl.constexpr = TILE.m * TILE.block_d
+    PARTS: tl.constexpr = TILE.m * TILE.block_d // 4096
     block, entry, head, row, rows = block_of_queries(cu_q, total_q, batch, heads_q, blocks, TILE, VARLEN)
     if rows > 0:
         offs_m = tl.arange(0, BLOCK_M)
@@ -63,7 +63,8 @@ def attn_bwd_hopper_before(
                 delta_M = -delta_M
             tl.store(base + BLOCK_M, tl.where(empty_M, 0.0, delta_M))
         if sums is not None:
-            tl.store(sums + wide(block) * SUMS + tl.arange(0, SUMS), tl.zeros([SUMS], tl.float32))
+            for part in tl.static_range(PARTS):
+                tl.store(sums + (wide(block) * PARTS + part) * 4096 + tl.arange(0, 4096), tl.zeros([4096], tl.float32))
         if turns is not None:
             tl.store(turns + wide(block) * 2 + tl.arange(0, 2), tl.zeros([2], tl.int32))
 
