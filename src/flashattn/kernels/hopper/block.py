@@ -65,7 +65,9 @@ def masked(s_MN, position, n0, rows_k, call, SPEC: gl.constexpr, TILE: gl.conste
     registers, of which a tile has none to spare, what follows from it.
     """
     end = n0 + TILE.n
-    here = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [position, n0], dtype=gl.int32, is_pure=True, pack=1)
+    here = position
+    if TILE.mask_loop:
+        here = gl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r,r", [position, n0], dtype=gl.int32, is_pure=True, pack=1)
     q_pos_M = here + gl.arange(0, ROWS, gl.SliceLayout(1, s_MN.type.layout))
     if SPEC.ragged or SPEC.left or SPEC.right:
         if end > last_key(position, rows_k, call.right, SPEC) + 1:
@@ -172,6 +174,13 @@ def unseen_blocks(position, blocks, hi, call, TILE: gl.constexpr):
     """
     end = (position + ROWS + call.right + TILE.n - 1) // TILE.n * TILE.n
     return gl.minimum(gl.maximum((hi - end) // TILE.n, 0), blocks - 1)
+
+
+@gluon.jit
+def seen_blocks(position, first, blocks, hi, call, TILE: gl.constexpr):
+    """How many of a tile's blocks, from the last one on, are not left of the window for all rows of a warpgroup; at least first + 1."""
+    start = gl.maximum(first_kept(position, call.left), 0)
+    return gl.minimum(gl.maximum((hi - start + TILE.n - 1) // TILE.n, first + 1), blocks)
 
 
 @gluon.jit

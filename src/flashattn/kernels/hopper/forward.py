@@ -9,7 +9,7 @@ instructions are dear here: a second loop for masked blocks costs more than the 
 """
 
 from ..common.softmax import natural_lse
-from .block import Call, as_operand, first_block, next_block, release, skip_block, start_values, unseen_blocks
+from .block import Call, as_operand, first_block, next_block, release, seen_blocks, skip_block, start_values, unseen_blocks
 from .channel import (
     EMPTY_K,
     EMPTY_Q,
@@ -120,27 +120,34 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         task = task_of(tasks, turn)
         position = task.position + WARPGROUP_ID * ROWS
         first = 0
+        missed = 0  # blocks left of the window; a tile of two warpgroups has none or, at head dim 256, no registers to tell
         if SPEC.right:
             first = unseen_blocks(position, blocks, task.hi, call, TILE)
             for block in range(first):
                 skip_block(k, v, used + block, WARPGROUP_ID, TILE)
+        if SPEC.left and TILE.consumers == 3:
+            missed = blocks - seen_blocks(position, first, blocks, task.hi, call, TILE)
         mbarrier.wait(q.full.index(WARPGROUP_ID), turn & 1)
         p, m_M, l_MC = first_block(q, k, v, used + first, first, position, task, call, WARPGROUP_ID, SPEC, TILE)
         acc_MV = gl.zeros([ROWS, WIDTH], gl.float32, accumulator(WIDTH))
-        for block in range(first + 1, blocks):
+        for block in range(first + 1, blocks - missed):
             p, m_M, l_MC, acc_MV = next_block(
                 p, m_M, l_MC, acc_MV, q, k, v, used + block, block, position, task, call, WARPGROUP_ID, SPEC, TILE
             )
-        used += blocks
         if not TILE.alias:
             arrive(EMPTY_Q + WARPGROUP_ID, WARPGROUP + 32)
-        slot = (used - 1) % TILE.stages
-        mbarrier.wait(v.full.index(slot), ((used - 1) // TILE.stages) & 1)
+        used += blocks
+        last = used - missed - 1
+        slot = last % TILE.stages
+        mbarrier.wait(v.full.index(slot), (last // TILE.stages) & 1)
         p_MN = as_operand(p, v.tiles.dtype, TILE)
         acc_MV = start_values(p_MN, v, slot, acc_MV, TILE)
         blocks = await_task(tasks, turn + 1)  # beside the last product
         acc_MV, p_MN = warpgroup_mma_wait(0, deps=(acc_MV, p_MN))
         release(EMPTY_V, slot, TILE)
+        if SPEC.left and TILE.consumers == 3:
+            for use in range(used - missed, used):
+                skip_block(k, v, use, WARPGROUP_ID, TILE)
         task = task_of(tasks, turn)
         forget(tasks, turn)
         out_tile = out_tiles.index((WARPGROUP_ID * TILE.d + TILE.dv - 1) // TILE.dv if TILE.alias else WARPGROUP_ID)
