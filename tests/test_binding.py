@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from flashattn import attention, attention_varlen, eager
+from flashattn import attention, attention_varlen, eager, explain
 from flashattn.torch_ops.autograd import Attention
 from support import STRIDES, WHERE, Data, dense, packed, run, same_bits
 
@@ -236,3 +236,10 @@ def test_deterministic_mode_changes_no_bit(impl, device, layout, request):
     assert same_bits(run(data, impl, causal=True, deterministic=True), before)
     request.getfixturevalue("deterministic_algorithms")
     assert same_bits(run(data, impl, causal=True), before)
+
+
+def test_torchs_flag_asks_for_it(request):
+    x = torch.zeros(1, 3, 2, 8)
+    assert not explain(x, x, x).problem.deterministic and explain(x, x, x, deterministic=True).problem.deterministic
+    request.getfixturevalue("deterministic_algorithms")
+    assert explain(x, x, x).problem.deterministic

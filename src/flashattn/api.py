@@ -32,6 +32,7 @@ def _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     left, right, top_left = canonical_window(causal, window)
     scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
+    deterministic = deterministic or torch.are_deterministic_algorithms_enabled()
     return q, k, v, (scale, left, right, top_left, deterministic, impl)
 
 
@@ -72,11 +73,12 @@ def attention(
             Triton kernels take one below 2**-120 for 0.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
-        deterministic: promise gradients that are bitwise equal from run to run. Every kernel so far keeps the promise without being asked.
-        impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"hopper"`` (Gluon, forward only:
-            compute capability 9.0; float16 and bfloat16; every row of q, k and v aligned to 16 bytes and no dimension expanded;
-            head_dim_v a multiple of 8), ``"portable"`` (Triton) or ``"eager"`` (plain PyTorch, linear memory): that one or an error,
-            never another. A pass that the named kernel doesn't have is chosen from the table.
+        deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it
+            too. Only ``"hopper"`` has to be asked, for dq, and takes a tenth to a quarter longer then.
+        impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"hopper"`` (Gluon: compute
+            capability 9.0; float16 and bfloat16; every row of q, k and v aligned to 16 bytes and no dimension expanded; head_dim_v, and
+            for the backward head_dim too, a multiple of 8), ``"portable"`` (Triton) or ``"eager"`` (plain PyTorch, linear memory): that
+            one or an error, never another.
 
     Returns:
         out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse),

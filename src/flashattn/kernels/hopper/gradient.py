@@ -18,11 +18,10 @@ Method: Shah et al. 2024 (FlashAttention-3), algorithm 3.
 
 from typing import NamedTuple
 
-from ..common.mask import first_kept, keep_mask, last_kept
 from ..common.score import score, score_gradient
 from ..common.softmax import probabilities
 from .channel import WARPGROUP, arrive, sync
-from .cut import cut
+from .cut import masked
 from .gluon import async_add, barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, in_fours, operand, shared
 
@@ -70,41 +69,6 @@ def numbers(rows, slot, FIRST: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def transposed(tile, ROWS_OF: gl.constexpr, WIDTH: gl.constexpr):
     return reinterpret(tile, tile.dtype, [ROWS_OF, WIDTH], shared(WIDTH, 2)).permute((1, 0))
-
-
-@gluon.jit
-def masked(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Scores of the block at row m0, -inf where the mask says no: asked of keys, left and right change places and the diagonal its sign."""
-    if SPEC.left:
-        key_N = WARPGROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_NM.type.layout))
-        q_pos_N = key_N + (visit.n0 - m0 - visit.diagonal)
-        first_N = first_kept(q_pos_N, grid.right) if SPEC.right else q_pos_N * 0
-        if SPEC.ragged:
-            first_N = gl.where(key_N < visit.keys, first_N, TILE.m)
-        if SPEC.right or SPEC.ragged:
-            s_NM = cut(s_NM, first_N, False, TILE.m)
-        s_NM = cut(s_NM, last_kept(q_pos_N, grid.left), True, TILE.m)
-    else:
-        s_NM = masked_below(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
-    return s_NM
-
-
-@gluon.jit
-def masked_below(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Without a left limit. A diagonal for each group of 8 columns takes more registers than `cut` and fewer instructions, 617 of 636."""
-    GROUPS: gl.constexpr = TILE.m // 8
-    s_NGC = s_NM.reshape([ROWS, GROUPS, 8])
-    LAYOUT: gl.constexpr = s_NGC.type.layout
-    key_N = WARPGROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, gl.SliceLayout(2, LAYOUT)))
-    first_G = 8 * gl.arange(0, GROUPS, gl.SliceLayout(0, gl.SliceLayout(2, LAYOUT)))
-    column_C = gl.arange(0, 8, gl.SliceLayout(0, gl.SliceLayout(1, LAYOUT)))
-    k_pos_NG = (key_N + (visit.n0 - m0 - visit.diagonal))[:, None] - first_G[None, :]
-    if SPEC.ragged:
-        inside = (key_N < visit.keys)[:, None][:, :, None]
-    else:
-        inside = gl.full([ROWS, 1, 1], True, gl.int1, LAYOUT)
-    keep = keep_mask(column_C[None, :][:, None, :], k_pos_NG[:, :, None], inside, grid.left, grid.right, SPEC)
-    return gl.convert_layout(gl.where(keep, s_NGC, float("-inf")).reshape([ROWS, 8 * GROUPS]), s_NM.type.layout)
 
 
 @gluon.jit

@@ -22,8 +22,9 @@ from typing import NamedTuple
 from ..common.score import score, score_gradient
 from ..common.softmax import probabilities
 from .channel import arrive, sync
+from .cut import masked
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
-from .gradient import BOTH, ONE_AND_WRITER, clear_rows, masked, numbers
+from .gradient import BOTH, ONE_AND_WRITER, clear_rows, numbers
 from .layouts import ROWS, accumulator, operand, shared
 
 # Hardware barriers. Triton takes 0 to 4 in a kernel of four partitions.
