@@ -29,7 +29,7 @@ TESTS = Path(__file__).resolve().parent
 SOURCE = TESTS.parent / "src" / "flashattn"
 RECORD = TESTS / "gpu_record.json"
 OUTCOMES = ("passed", "failed", "skipped", "xfailed")
-MOST_SHARDS = 14  # each may hold 12 GB: for 28 of them 140 GB were not enough
+MOST_SHARDS = 14  # on a GPU: each may hold 12 GB, and for 28 of them 140 GB were not enough
 
 
 # ------------------------------------------------------------------------------------------------------------------------ digest
@@ -110,6 +110,7 @@ class Shard:
     name: str
     arguments: list[str]
     logs: Path
+    devices: str | None = None  # CUDA_VISIBLE_DEVICES, the one to work on first
     counts: Counter = field(default_factory=Counter)
     failures: list[str] = field(default_factory=list)
 
@@ -120,6 +121,8 @@ class Shard:
         command = [sys.executable, "-u", "-m", "pytest", "-vv", "--durations=10", "-p", "no:cacheprovider"]
         with open(self.log, "wb") as log:
             command += [f"--junitxml={self.report}", *self.arguments]
+            if self.devices:
+                environment = environment | {"CUDA_VISIBLE_DEVICES": self.devices}
             self.process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment, cwd=TESTS.parent)
 
     @property
@@ -189,14 +192,22 @@ def run_all(shards: list[Shard], deadline: float, environment: dict) -> None:
             shard.process.kill()
 
 
-def run_tier(tests: Path, logs: Path, shards: int, seconds: float, select: str, extra: list[str]) -> Counter:
+def rotated(names: list[str], by: int) -> str | None:
+    """All GPUs, another one first for each shard; nothing to say where there is one."""
+    by %= max(1, len(names))
+    return ",".join([*names[by:], *names[:by]]) if len(names) > 1 else None
+
+
+def run_tier(tests: Path, logs: Path, shards: int, seconds: float, select: str, extra: list[str], gpus: int = 1) -> Counter:
     """Run `tests`, those that `select` (a -m expression) chooses: in shards, then the big ones alone. Prints as it goes."""
     logs.mkdir(parents=True, exist_ok=True)
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // shards))
     arguments = [*extra, str(tests)]
+    visible = [name for name in environment.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(gpus)))).split(",") if name]
     parts = [
-        Shard(f"shard-{i}-of-{shards}", ["-m", select, "--no-big", f"--shard={i}/{shards}", *arguments], logs) for i in range(1, shards + 1)
+        Shard(f"shard-{i}-of-{shards}", ["-m", select, "--no-big", f"--shard={i}/{shards}", *arguments], logs, rotated(visible, i))
+        for i in range(1, shards + 1)
     ]
     big = Shard("big", ["-m", f"({select}) and big", *arguments], logs)
     deadline = time.monotonic() + seconds
@@ -209,6 +220,7 @@ MACHINE = """
 import json, platform, numpy, torch, triton
 print(json.dumps({
     "device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+    "gpus": torch.cuda.device_count(),
     "versions": {"python": platform.python_version(), "torch": torch.__version__, "triton": triton.__version__, "numpy": numpy.__version__},
 }))
 """
@@ -227,7 +239,7 @@ def machine() -> dict:
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether the record is green and up to date")
-    parser.add_argument("--shards", type=int, default=min(os.cpu_count() or 1, MOST_SHARDS), help="processes side by side (%(default)s)")
+    parser.add_argument("--shards", type=int, help=f"processes side by side; None: one a CPU, at most {MOST_SHARDS} a GPU")
     parser.add_argument("--limit", type=float, default=1800, help="seconds for everything (%(default)s); what still runs then has failed")
     parser.add_argument("--logs", type=Path, default=TESTS.parent / "runs" / "gpu_record", help="folder for a log of each process")
     parser.add_argument("--record", type=Path, default=RECORD, help="where to write it (%(default)s)")
@@ -243,7 +255,8 @@ def main(arguments: list[str] | None = None) -> int:
         print("gpu record: this machine has no CUDA device", file=sys.stderr)
         return 2
     before, started = digest(SOURCE), time.monotonic()  # of what the tests will import, should an editor save meanwhile
-    counts = run_tier(TESTS, options.logs, options.shards, options.limit, "gpu", ["-k", options.k] if options.k else [])
+    shards = options.shards or min(os.cpu_count() or 1, MOST_SHARDS * found["gpus"])
+    counts = run_tier(TESTS, options.logs, shards, options.limit, "gpu", ["-k", options.k] if options.k else [], found["gpus"])
     seconds = time.monotonic() - started
     print(f"{told(counts)} in {seconds:.0f} s on {found['device']}")
     if not options.k:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import gpu_record
-from gpu_record import TESTS, check, digest, run_tier, write
+from gpu_record import TESTS, check, digest, rotated, run_tier, write
 
 SOURCE = '''
 """What the module is for."""
@@ -114,7 +114,7 @@ def test_the_digest_is_the_same_in_every_python(tmp_path):
 
 # ------------------------------------------------------------------------------------------------------------------------- check
 
-MACHINE = {"device": "A GPU", "driver": "1.2", "versions": {"torch": "2"}}
+MACHINE = {"device": "A GPU", "gpus": 2, "driver": "1.2", "versions": {"torch": "2"}}
 
 
 def test_check(tmp_path):
@@ -288,3 +288,8 @@ def test_the_conftest_shards_and_takes_a_big_test_for_a_gpu_test(tmp_path):
 def test_an_impossible_shard_is_refused(tmp_path, shard):
     _, done = collected(tmp_path, "--shard", shard)
     assert done.returncode == 4 and "--shard takes I/N" in done.stderr
+
+
+def test_shards_start_on_different_gpus():
+    assert [rotated(["0", "1", "2"], i) for i in range(4)] == ["0,1,2", "1,2,0", "2,0,1", "0,1,2"]
+    assert rotated(["3"], 1) is None and rotated([], 2) is None
