@@ -5,13 +5,10 @@ it (PTX ISA, "Register Fragments and Shared Memory Matrix Layouts", m64nNk16), s
 """
 
 import math
-import re
-from itertools import product as product_of
 
 import pytest
 import torch
 
-from flashattn.kernels.hopper.gradient_wide import additions
 from flashattn.kernels.hopper.passes import attn_bwd_hopper_after, attn_bwd_hopper_before
 from flashattn.kernels.structs import Tile, View
 
@@ -84,25 +81,6 @@ def in_registers(x: torch.Tensor) -> torch.Tensor:
     """The numbers of a [64, 64] product in the order in which its threads store them: 16 bytes each, all lanes of a warp, all columns."""
     warp, columns, lane, half, pair = torch.meshgrid(*[torch.arange(n) for n in (4, 8, 32, 2, 2)], indexing="ij")
     return x[16 * warp + 8 * half + lane // 4, 8 * columns + 2 * (lane % 4) + pair].reshape(-1)
-
-
-@pytest.mark.interpret
-@pytest.mark.parametrize("columns", [64, 128])
-def test_numbers_that_are_added_from_registers_come_in_that_order(columns):
-    """What the instructions of a thread add, and where, read from the text that the compiler gets."""
-    count = columns // 2
-    ptx, constraints = additions(count)
-    assert constraints == ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
-    product = torch.arange(64 * columns).reshape(64, columns)
-    added = torch.full((64 * columns,), -1)
-    found = re.findall(r"add\.v4\.f32 \[a\+(\d+)\], \{\$(\d+), \$(\d+), \$(\d+), \$(\d+)\}", ptx)
-    for thread, (offset, *registers) in product_of(range(128), found):
-        start = ((thread & 96) << 7) + ((thread & 31) << 4) + int(offset)
-        for i, register in enumerate(registers):
-            number = int(register) - 2 * count  # of the accumulator's, in this thread
-            row = 16 * (thread // 32) + 8 * (number // 2 % 2) + thread % 32 // 4
-            added[start // 4 + i] = product[row, number // 4 * 8 + 2 * (thread % 4) + number % 2]
-    assert torch.equal(added, torch.cat([in_registers(part) for part in product.split(64, dim=1)]))
 
 
 @pytest.mark.parametrize("device", WHERE)

@@ -188,8 +188,9 @@ def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig | hopper.Hopp
     # 192 is a tile for queries and keys, not for values, whose tile is a power of two
     size = 64 if largest <= 64 else 128 if problem.head_dim <= 192 and problem.head_dim_v <= 128 else 256
     row = _hopper_row("forward", size, problem)
-    if not problem.varlen and problem.batch * problem.heads_q * -(-problem.seqlen_q // row.block_m) <= FEW:
-        row = row._replace(tickets=False, lead=0)  # the host asks for no counter, 1 us of 25
+    few = problem.batch * problem.heads_q * -(-problem.seqlen_q // row.block_m) <= FEW
+    if few and not problem.varlen and size < 256:  # where it would spill
+        row = row._replace(tickets=False)  # the host asks for no counter, 1 us of 25
     return {"forward": row, "backward": hopper_backward_row(problem)}
 
 

@@ -23,9 +23,9 @@ from .hopper_backward import backward
 
 __all__ = ["backward", "forward", "forward_launch"]
 
-# {consumers: registers of theirs, of the loading warp, of any thread at the start}; a window takes the warpgroups more, to draw tiles or
-# to find packed sequences takes the loading warp more
-REGISTERS, WINDOW_REGISTERS = {2: (232, 40, 168), 3: (160, 32, 128)}, {2: (240, 24, 168), 3: (160, 32, 128)}
+# {consumers: registers of theirs, of the loading warp, of any thread at the start}. At head dim 256 warpgroups need what there is, as does
+# the loading warp where it looks for packed sequences.
+REGISTERS, LARGE_REGISTERS = {2: (232, 40, 168), 3: (160, 32, 128)}, {2: (240, 24, 168), 3: (160, 32, 128)}
 SHARED_MEMORY = 227 * 1024
 BARRIERS = 512  # bytes, more than enough
 PER_THREAD = 2  # the handle by which every thread means a stream of its own
@@ -54,8 +54,7 @@ def _mask_is_first(problem: Problem) -> bool:
 @lru_cache(maxsize=1024)
 def _tile(problem: Problem, config: HopperConfig) -> Tile:
     d, dv = hopper_padded(problem)
-    window = problem.window_left is not None and not problem.varlen
-    registers, load_registers, _ = (WINDOW_REGISTERS if window else REGISTERS)[config.consumers]
+    registers, load_registers, _ = (LARGE_REGISTERS if dv == 256 and not problem.varlen else REGISTERS)[config.consumers]
     elements = config.block_m * (d + dv) + config.num_stages * config.block_n * (d + dv)
     return Tile(
         consumers=config.consumers,

@@ -58,8 +58,7 @@ def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: b
         delayed=config.delayed and need_dq,
         init=init,
         fours=config.fours,
-        early=config.early,
-        writers=config.writers or (problem.deterministic and not config.wide),
+        writers=config.writers or problem.deterministic,
         mask=_mask(problem, config),
         ordered=problem.deterministic,
         wide=config.wide,
@@ -148,10 +147,9 @@ def backward_launch(
     lanes, slots, wave = _order(problem, config)
     d, dv_width = (64, 64) if tile.wide else (tile.d, tile.dv)
     outputs = (dk, dv) if problem.varlen else (_described(dk, 64, d), _described(dv, 64, dv_width))
-    by_registers = tile.wide and not tile.writers
     args = (
         _described(q, tile.m, d), _described(k, 64, d), _described(v, 64, dv_width), _described(dout, tile.m, dv_width),
-        _flat(numbers, 1, 2 * tile.m), sums if by_registers else _flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
+        _flat(numbers, 1, 2 * tile.m), _flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
         *totals(problem), problem.batch, problem.heads_kv, problem.group, lanes, wave, slots * wave, blocks_of(problem, tile.m)[0],
         problem.window_left or 0, problem.window_right or 0, problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip

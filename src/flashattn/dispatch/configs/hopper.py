@@ -46,13 +46,12 @@ class HopperBackwardConfig(NamedTuple):
     """block_m: queries of a block, num_stages: blocks of Q, and of dO, in shared memory. A program has two warpgroups of 64 keys each.
 
     delayed: dQ of a block is made one step later, and the warpgroups need not wait for each other. init: dP starts from -delta. fours: lse
-    and delta are read four at a time. early: where nothing is delayed, dV is started before dP is awaited. writers: two warps send dQ away,
-    as they always do in a deterministic call. mask: where a call has one, 1 masks all blocks, 2 branches to those that need it, 3 gives
-    them loops of their own (without grouped heads, else it is 1). heads: as many at most are walked side by side, as far as what they
-    share fits in L2.
-    wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed` and `init` say nothing, the
-    stages are of Q, those of dO are `do_stages`, and without `writers` dQ leaves from registers, in a deterministic call too. own: a
-    warpgroup multiplies what it made itself, p or ds, from its registers.
+    and delta are read four at a time. writers: warps of their own send dQ away, as they always do in a deterministic call. mask: where a
+    call has one, 1 masks all blocks, 2 branches to those that need it, 3 gives them loops of their own (without grouped heads, else it is
+    1). heads: as many at most are walked side by side, as far as what they share fits in L2.
+    wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed` and `init` say nothing, there
+    is one writer, and the stages are of Q; those of dO are `do_stages`. own: a warpgroup multiplies what it made itself, p or ds, from its
+    registers.
     """
 
     block_m: int
@@ -60,7 +59,6 @@ class HopperBackwardConfig(NamedTuple):
     delayed: bool
     init: bool
     fours: bool
-    early: bool
     writers: bool
     mask: int
     heads: int
@@ -102,27 +100,29 @@ ROWS = {
     # 1.13 / 1.15 / 1.17; pinned 1.11 / 1.11 / 1.18, not lazy 1.06 / 1.03 / 1.06. 128 keys need more shared memory than there is
     ("forward", 256, "open"): HopperConfig(2, 64, 2, False, False, True, False, 0, 1),
     # 1.18 / 1.33 / 1.39; not pinned 1.13 / 1.28 / 1.30, lead 1 1.19 / 1.30 / 1.41. Else 1.13 / 1.28 / 1.32, not lazy 1.09 / 1.22 / 1.22
-    ("forward", 256, "masked"): HopperConfig(2, 64, 2, True, False, True, True, 0, 8),
-    # pinned these two spill, under Triton 3.9 and 3.6
+    # (at 0 the loading warp spills 8 bytes under Triton 3.6.0)
+    ("forward", 256, "masked"): HopperConfig(2, 64, 2, True, False, True, True, 2, 8),
+    # pinned these two spill, under Triton 3.9 and 3.6, and so does lead 1, worth 3 % for a window of 1024 keys
     ("forward", 256, "window"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     ("forward", 256, "packed"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     # 1.08 / 1.13 / 1.14; writers 1.06 / 1.11 / 1.12. Else with writers 1.07 / 1.11 / 1.12, so fours 1.03 / 1.08 / 1.08
-    ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, False, False, False, 1, 1),
+    ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, False, False, 1, 1),
     # 1.17 / 1.29 / 1.30; 64 heads 1.15 / 1.26 / 1.31, so mask 3 1.13 / 1.27 / 1.27, mask 2 1.10 / 1.11 / 1.03, not init 1.05 / 1.07 / 1.04
-    ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, False, True, 1, 16),
-    ("backward", 64, "packed"): HopperBackwardConfig(128, 2, True, True, True, False, True, 1, 16),
-    # 1.06 / 1.06 / 1.01; not early 1.03 / 1.03 / 0.98, fours 1.01 / 1.03 / 0.99, init 1.05 / 1.04 / 1.02, writers 1.05 / 1.05 / 1.01
-    ("backward", 128, "open"): HopperBackwardConfig(64, 2, False, False, False, True, False, 1, 1),
-    # 1.12 / 1.16 / 1.11; 64 heads 1.09 / 1.13 / 1.12, so init 1.05 / 1.05 / 1.06, mask 2 1.07 / 1.10 / 1.09, no writers 1.07 / 1.10 / 1.11
-    ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, True, 1, 16),
-    ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, True, 1, 16),
+    ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 16),
+    ("backward", 64, "packed"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 16),
+    # 1.08 / 1.04 / 1.06; fours 1.03 / 0.99 / 1.00, so writers 1.04 / 1.01 / 1.01, init 1.02 / 1.01 / 0.99. To start dV before dP is awaited
+    # gained 3 % in one run and lost 2 % in another
+    ("backward", 128, "open"): HopperBackwardConfig(64, 2, False, False, False, False, 1, 1),
+    # 1.12 / 1.13 / 1.12; fours 1.11 / 1.12 / 1.10, so no writers 1.08 / 1.07 / 1.07; init 0.94 to 0.96 of it
+    ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),
+    ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),
     # as for 256, of what fits
-    ("backward", 192, "open"): HopperBackwardConfig(64, 2, False, False, True, False, True, 2, 1, True, 2, True),
-    ("backward", 192, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, True, 2, 16, True, 2, True),
-    ("backward", 192, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, True, 2, 16, True, 2, True),
-    # 1.25 / 1.26 / 1.48; no writers and two stages of dO 1.25 / 1.19 / 1.39, so not own 1.23 / 1.15 / 1.36, not fours 1.22 / 1.15 / 1.37
-    ("backward", 256, "open"): HopperBackwardConfig(64, 2, False, False, True, False, True, 2, 1, True, 1, True),
-    # 1.17 / 1.24 / 1.32; no writers and two stages of dO 1.17 / 1.16 / 1.22, so not own 1.17 / 1.16 / 1.15, mask 1 1.16 / 1.16 / 1.18
-    ("backward", 256, "masked"): HopperBackwardConfig(64, 2, False, False, True, False, True, 2, 16, True, 1, True),
-    ("backward", 256, "packed"): HopperBackwardConfig(64, 2, False, False, True, False, True, 2, 16, True, 1),
+    ("backward", 192, "open"): HopperBackwardConfig(64, 2, False, False, True, True, 2, 1, True, 2, True),
+    ("backward", 192, "masked"): HopperBackwardConfig(64, 2, False, False, True, True, 2, 16, True, 2, True),
+    ("backward", 192, "packed"): HopperBackwardConfig(64, 2, False, False, True, True, 2, 16, True, 2, True),
+    # 1.30 / 1.29 / 1.50; not own 1.29 / 1.27 / 1.46. dQ straight from registers (red.v4) and two stages of dO 0.95 of that from 4096 on
+    ("backward", 256, "open"): HopperBackwardConfig(64, 2, False, False, True, True, 2, 1, True, 1, True),
+    # 1.14 / 1.24 / 1.40; not own 1.14 / 1.22 / 1.36, mask 1 1.15 / 1.23 / 1.36
+    ("backward", 256, "masked"): HopperBackwardConfig(64, 2, False, False, True, True, 2, 16, True, 1, True),
+    ("backward", 256, "packed"): HopperBackwardConfig(64, 2, False, False, True, True, 2, 16, True, 1),
 }

@@ -70,20 +70,25 @@ def send(dq_desc, turns, memory, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.cons
     visit = find(grid, SPEC, TILE)
     arrive(DQ_EMPTY + WARPGROUP_ID, ONE_AND_WRITER)
     place = first_place(visit, grid)
+    last = visit.steps * 0 - 1  # the half that was sent last
     for _ in range(visit.steps):
         half = place.block * 2 + WARPGROUP_ID
         sync(DQ_FULL + WARPGROUP_ID, ONE_AND_WRITER)
-        if TILE.ordered:
-            turn = turn_of(place, visit, grid, SPEC, TILE)
-            if turn >= 0:
+        turn = turn_of(place, visit, grid, SPEC, TILE) if TILE.ordered else 0
+        if turn >= 0:
+            if TILE.ordered:
                 await_turn(turns + half, turn)
-                async_add(dq_desc, [half * 16, 0], memory.dq.index(WARPGROUP_ID))
-                give_turn(turns + half)
-        else:
             async_add(dq_desc, [half * 16, 0], memory.dq.index(WARPGROUP_ID))
             store_wait(0)
+            if TILE.ordered:
+                if last >= 0:
+                    give_turn(turns + last, 1)
+                last = half
         arrive(DQ_EMPTY + WARPGROUP_ID, ONE_AND_WRITER)
         place = next_place(place, visit, grid, SPEC, TILE)
+    if TILE.ordered:
+        if last >= 0:
+            give_turn(turns + last, 0)
 
 
 @gluon.jit
@@ -242,13 +247,13 @@ def gradients(
 
 @gluon.jit(do_not_specialize=SIZES, launch_metadata=backward_metadata)
 def attn_bwd_hopper(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, seqlens, total_q, total_k, batch, heads_kv, group, lanes, wave,
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, seqlens, total_q, total_k, batch, heads_kv, group, lanes, wave,
     per_wave, blocks, left, right, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """dK, dV (descriptors, or of packed sequences pointers) and the sums of dQ. What is not wanted, or not needed for it, is None."""
     gl.static_assert(TILE.stages <= 2, "there are named barriers for two slots")
     grid = Grid(seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_kv, group, lanes, wave, per_wave, blocks, left, right)
     if TILE.wide:
-        gradients_wide(q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)
+        gradients_wide(q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)
     else:
-        gradients(q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)
+        gradients(q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)

@@ -1,7 +1,7 @@
 """The backward on Hopper for head dims above 128: a program is 64 keys of one head. See backward.py, and gradient_wide.py for the steps.
 
-Legend as there. The surprising fact: dQ may leave straight from registers. A warp then adds 512 contiguous bytes with each instruction, and
-the 64 KB of a step neither need room in shared memory nor take its time; what reaches L2 is the same as by the copy engine.
+Legend as there. The surprising fact: the 64 KB of a step's dQ go through 32 KB of shared memory, which the warpgroups use in turns, and
+that is faster than adding straight from registers, 512 contiguous bytes a warp and instruction (red.v4), without any.
 """
 
 from .channel import WARPGROUP, Ring, arrive, fill, make_barriers, make_ring, sync
@@ -15,7 +15,6 @@ from .gradient_wide import (
     P_FULL,
     Memory,
     Q,
-    add_directly,
     await_do,
     await_own,
     await_q,
@@ -36,7 +35,7 @@ from .gradient_wide import (
     store_p,
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
-from .turns import await_turn, await_turn_together, give_turn, give_turn_together
+from .turns import await_turn, give_turn
 from .visits import find, first_place, next_place, turn_of
 
 
@@ -77,42 +76,28 @@ def send(dq_desc, turns, memory, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     visit = find(grid, SPEC, TILE)
     arrive(DQ_EMPTY + 1, ONE_AND_WRITER)
     place = first_place(visit, grid)
+    last = visit.steps * 0 - 1  # the part that was sent last
     for _ in range(visit.steps):
+        turn = turn_of(place, visit, grid, SPEC, TILE) if TILE.ordered else 0
         for other in gl.static_range(2):
             number = place.block * 2 + 1 - other
-            sync(DQ_FULL + (1 - other), ONE_AND_WRITER)
             row = (place.block * PARTS + first_column(TILE.d, other) // 64) * 16
-            if TILE.ordered:
-                turn = turn_of(place, visit, grid, SPEC, TILE)
-                if turn >= 0:
+            sync(DQ_FULL + (1 - other), ONE_AND_WRITER)
+            if turn >= 0:
+                if TILE.ordered:
                     await_turn(turns + number, turn)
-                    for part in gl.static_range(columns_of(TILE.d, other) // 64):
-                        async_add(dq_desc, [row + 16 * part, 0], memory.dq.index(part))
-                    give_turn(turns + number)
-            else:
-                for part in gl.static_range(columns_of(TILE.d, other) // 64):
-                    async_add(dq_desc, [row + 16 * part, 0], memory.dq.index(part))
+                for box in gl.static_range(columns_of(TILE.d, other) // 64):
+                    async_add(dq_desc, [row + 16 * box, 0], memory.dq.index(box))
                 store_wait(0)
+                if TILE.ordered:
+                    if last >= 0:
+                        give_turn(turns + last, columns_of(TILE.d, other) // 64)
+                    last = number
             arrive(DQ_EMPTY + other, ONE_AND_WRITER)
         place = next_place(place, visit, grid, SPEC, TILE)
-
-
-@gluon.jit
-def send_dq(dq_MD, memory, sums, turns, place, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Adds a warpgroup's part of dQ of the block at `place` to the sums."""
-    if TILE.writers:
-        stage(dq_MD, memory, WARPGROUP_ID)
-    else:
-        FIRST: gl.constexpr = first_column(TILE.d, 1 - WARPGROUP_ID)
-        mine = sums + place.block.to(gl.int64) * (ROWS * TILE.d) + ROWS * FIRST
-        if TILE.ordered:
-            turn = turn_of(place, visit, grid, SPEC, TILE)
-            if turn >= 0:
-                await_turn_together(turns + place.block * 2 + WARPGROUP_ID, turn)
-                add_directly(dq_MD, mine)
-                give_turn_together(turns + place.block * 2 + WARPGROUP_ID)
-        else:
-            add_directly(dq_MD, mine)
+    if TILE.ordered:
+        if last >= 0:
+            give_turn(turns + last, 0)
 
 
 @gluon.jit
@@ -148,7 +133,7 @@ def write(dk_ND, dv_NV, memory, dk, dv, visit, grid, scale, WARPGROUP_ID: gl.con
 
 
 @gluon.jit
-def make_p(memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr):
+def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr):
     """Warpgroup 0. An iteration finishes step i - 1 and begins step i."""
     SCORES: gl.constexpr = TILE.d // part_of(TILE.d)
     DQ: gl.constexpr = 1 if SPEC.need_dq else 0
@@ -169,7 +154,6 @@ def make_p(memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC: gl.conste
             dv_NV = await_own(0, dv_NV, first_op, TILE)
             arrive(DO, BOTH_AND_LOADER)
         for turn in range(1, visit.steps):
-            before = place
             place = next_place(place, visit, grid, SPEC, TILE)
             sync(DS_FULL, BOTH)
             if not SPEC.need_dv:
@@ -194,21 +178,21 @@ def make_p(memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC: gl.conste
                 arrive(DO + turn % TILE.do_stages, BOTH_AND_LOADER)
             if SPEC.need_dq:
                 dq_MD = warpgroup_mma_wait(0, deps=(dq_MD,))
-                send_dq(dq_MD, memory, sums, turns, before, visit, grid, 0, SPEC, TILE)
+                stage(dq_MD, memory, 0)
         last = visit.steps - 1
         sync(DS_FULL, BOTH)
         if SPEC.need_dk:
             dk_ND = start_dk(memory, last, dk_ND, 0, TILE)
         if SPEC.need_dq:
             dq_MD = warpgroup_mma_wait(0, deps=(start_dq(memory, last, 0, TILE),))
-            send_dq(dq_MD, memory, sums, turns, place, visit, grid, 0, SPEC, TILE)
+            stage(dq_MD, memory, 0)
         if SPEC.need_dk:
             dk_ND = warpgroup_mma_wait(0, deps=(dk_ND,))
     write(dk_ND, dv_NV, memory, dk, dv, visit, grid, scale, 0, SPEC, TILE)
 
 
 @gluon.jit
-def make_ds(memory, sums, turns, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: gl.constexpr):
+def make_ds(memory, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: gl.constexpr):
     """Warpgroup 1. Without need of ds it makes dV alone, and DS_FULL says only that it has come so far."""
     NEED_DS: gl.constexpr = SPEC.need_dq or SPEC.need_dk
     LAYOUT: gl.constexpr = accumulator(ROWS)
@@ -253,16 +237,16 @@ def make_ds(memory, sums, turns, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: 
         arrive(Q + turn % TILE.stages, BOTH_AND_LOADER)
         if SPEC.need_dq:
             dq_MD = warpgroup_mma_wait(0, deps=(dq_MD,))
-            send_dq(dq_MD, memory, sums, turns, place, visit, grid, 1, SPEC, TILE)
+            stage(dq_MD, memory, 1)
         place = next_place(place, visit, grid, SPEC, TILE)
     write(dk_ND, dv_NV, memory, dk, dv, visit, grid, scale, 1, SPEC, TILE)
 
 
 @gluon.jit
 def gradients_wide(
-    q_desc, k_desc, v_desc, do_desc, rows_desc, sums, dk, dv, turns, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr
+    q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr
 ):
-    """The kernel attn_bwd_hopper for large head dims. sums: a descriptor with `writers`, otherwise a pointer."""
+    """The kernel attn_bwd_hopper for large head dims."""
     gl.static_assert(TILE.stages == 2, "scores are made before q of the step before is given back")
     REGISTERS: gl.constexpr = TILE.registers
     FEW: gl.constexpr = TILE.load_registers
@@ -271,7 +255,6 @@ def gradients_wide(
     LAYOUT: gl.constexpr = gl.NVMMASharedLayout(0, 32, 2)
     DTYPE: gl.constexpr = q_desc.dtype
     NEED_DS: gl.constexpr = SPEC.need_dq or SPEC.need_dk
-    STAGED: gl.constexpr = SPEC.need_dq and TILE.writers
     memory = Memory(
         make_ring(q_desc, TILE.stages, PARTS), make_ring(do_desc, TILE.do_stages, PARTS_V),
         gl.allocate_shared_memory(gl.float32, [TILE.stages, 1, 2 * ROWS], LAYOUT),
@@ -279,19 +262,19 @@ def gradients_wide(
         Ring(gl.allocate_shared_memory(DTYPE, [PARTS_V, 1, ROWS, 1, 64], shared(64, 4)), make_barriers(1, 1)),  # dV leaves through it
         gl.allocate_shared_memory(DTYPE, [2, ROWS, ROWS], shared(ROWS, 2)),
         gl.allocate_shared_memory(DTYPE, [2, ROWS, ROWS], shared(ROWS, 2)) if NEED_DS else None,
-        gl.allocate_shared_memory(gl.float32, [2, 16, 256], LAYOUT) if STAGED else None,
+        gl.allocate_shared_memory(gl.float32, [2, 16, 256], LAYOUT) if SPEC.need_dq else None,
     )  # fmt: skip
     fence_async_shared()
-    if STAGED:
+    if SPEC.need_dq:
         gl.warp_specialize([
-            (make_p, (memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC, TILE)),
-            (make_ds, (memory, sums, turns, dk, dv, grid, scale, SPEC, TILE)),
+            (make_p, (memory, dk, dv, grid, scale, scale_log2, SPEC, TILE)),
+            (make_ds, (memory, dk, dv, grid, scale, SPEC, TILE)),
             (load, (q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC, TILE)),
-            (send, (sums, turns, memory, grid, SPEC, TILE)),
+            (send, (dq_desc, turns, memory, grid, SPEC, TILE)),
         ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
-            (make_p, (memory, sums, turns, dk, dv, grid, scale, scale_log2, SPEC, TILE)),
-            (make_ds, (memory, sums, turns, dk, dv, grid, scale, SPEC, TILE)),
+            (make_p, (memory, dk, dv, grid, scale, scale_log2, SPEC, TILE)),
+            (make_ds, (memory, dk, dv, grid, scale, SPEC, TILE)),
             (load, (q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC, TILE)),
         ], [4, 1], [REGISTERS, FEW])  # fmt: skip

@@ -171,14 +171,14 @@ def start(
 
 
 @gluon.jit
-def finish_ds(p_NM, dp_NM, memory, turn, PENDING: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """ds in 16 bits, when dP is there; PENDING products were started after it."""
+def finish_ds(p_NM, dp_NM, memory, turn, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """ds in 16 bits, when dP is there."""
     ds_NM = p_NM
     if SPEC.need_dq or SPEC.need_dk:
         delta_M = 0.0
         if not TILE.init:
             delta_M = gl.expand_dims(numbers(memory.rows, turn % TILE.stages, 1, TILE), 0)
-        ds_NM = score_gradient(p_NM, warpgroup_mma_wait(PENDING, deps=(dp_NM,)), delta_M)
+        ds_NM = score_gradient(p_NM, warpgroup_mma_wait(0, deps=(dp_NM,)), delta_M)
     return ds_NM.to(memory.q.tiles.dtype)
 
 
@@ -221,12 +221,8 @@ def step(
     """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
     LATER: gl.constexpr = 1 if SPEC.need_dk else 0  # products that may still run when those of dV and dQ are awaited
     p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
-    if TILE.early and SPEC.need_dv:
-        p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
-        ds_NM = finish_ds(p_NM, dp_NM, memory, turn, 1, SPEC, TILE)
-    else:
-        ds_NM = finish_ds(p_NM, dp_NM, memory, turn, 0, SPEC, TILE)
-        p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
+    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
+    p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
     if SPEC.need_dq:
         store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
         sync(DS, BOTH)
@@ -255,7 +251,7 @@ def delayed_step(
     """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
     LATER: gl.constexpr = 1 if SPEC.need_dk else 0
     p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
-    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, 0, SPEC, TILE)
+    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
     if not FIRST:
         sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
     store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)

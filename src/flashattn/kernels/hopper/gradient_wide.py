@@ -227,32 +227,6 @@ def store_ds(dp_NM, p_NM, memory, turn, TILE: gl.constexpr):
     return ds_NM
 
 
-@gluon.constexpr_function
-def additions(count):
-    """(PTX, constraints) that add the `count` numbers of a thread, from an accumulator, to sums in the order of registers (see passes.py).
-
-    16 bytes a thread and 512 a warp are contiguous: four numbers of 8 columns; 64 columns are 16 KB, of which each warp has a quarter.
-    """
-    start = (
-        ".reg .b32 t, w; .reg .b64 a; mov.u32 t, %tid.x; and.b32 w, t, 96; and.b32 t, t, 31; shl.b32 w, w, 7; shl.b32 t, t, 4;"
-        f"add.u32 t, t, w; cvt.u64.u32 a, t; add.u64 a, a, ${count};"
-    )
-    adds = ""
-    for i in range(0, count, 4):
-        offset = i // 32 * 16384 + i // 4 % 8 * 512
-        numbers = ", ".join(f"${2 * count + i + j}" for j in range(4))
-        adds += f"red.relaxed.gpu.global.add.v4.f32 [a+{offset}], {{{numbers}}};"
-    return f"{{ {start} {adds} }}", ",".join(["=r"] * count + ["l"] * count + ["f"] * count)
-
-
-@gluon.jit
-def add_directly(dq_MD, sums):
-    """Adds a product to global memory from registers."""
-    COUNT: gl.constexpr = dq_MD.shape[1] // 2
-    PTX: gl.constexpr = additions(COUNT)
-    gl.inline_asm_elementwise(PTX[0], PTX[1], [sums.to(gl.int64), dq_MD], dtype=gl.int32, is_pure=False, pack=COUNT)
-
-
 @gluon.jit
 def stage(dq_MD, memory, WARPGROUP_ID: gl.constexpr):
     """Hands a product to the writing warp, in the order of registers."""

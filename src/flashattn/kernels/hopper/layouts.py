@@ -48,7 +48,6 @@ class BackwardTile(NamedTuple):
     delayed: bool  # dQ of a block is made one step later, so that warpgroups need not wait for each other
     fours: bool  # lse and delta lie in the order in which a thread reads four at once
     init: bool  # dP starts from -delta, which then needs no registers
-    early: bool  # in lock step, dV is started before dP is awaited
     writers: bool  # two warps send dQ away; otherwise the warpgroups do
     mask: int  # one of NEVER, ALWAYS, BRANCH and LOOPS, see gradient.py
     ordered: bool  # dQ is summed in the order of the keys

@@ -1,10 +1,11 @@
-"""Turns of programs whose parts of a sum must come in a fixed order: what a warp sends by the copy engine, or a warpgroup adds itself.
+"""Turns of programs whose parts of a sum must come in a fixed order.
 
 A number in global memory counts the parts that have been added. The surprising fact: that a part has left says nothing to others. Its
-sender waits until it has arrived, and only then the number is raised.
+sender waits until it has arrived, and only then the number is raised. That takes a microsecond, so meanwhile it sends the next part, which
+is one of another sum.
 """
 
-from .gluon import barrier, gl, gluon
+from .gluon import gl, gluon
 
 
 @gluon.jit
@@ -25,14 +26,12 @@ def await_turn(number, earlier):
     )  # fmt: skip
 
 
-@gluon.jit
-def give_turn(number):
-    """What this warp has sent has arrived (not only left), and one more tile has added its part. The thread that sent it waits longest."""
-    gl.inline_asm_elementwise(
-        """{
+@gluon.constexpr_function
+def _giving(later):
+    return f"""{{
         .reg .pred first;
         .reg .b32 lane;
-        cp.async.bulk.wait_group 0;
+        cp.async.bulk.wait_group {later};
         fence.proxy.async;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
@@ -40,43 +39,11 @@ def give_turn(number):
         @first fence.acq_rel.gpu;
         @first red.release.gpu.global.add.u32 [$1], 1;
         mov.u32 $0, 0;
-        }""",
-        "=r,l", [number.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+        }}"""
 
 
 @gluon.jit
-def await_turn_together(number, earlier):
-    """Until so many others have added their part."""
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred early;
-        .reg .b32 added;
-        ASK: ld.acquire.gpu.global.b32 added, [$1];
-        setp.lt.s32 early, added, $2;
-        @early bra ASK;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l,r", [number.to(gl.int64), earlier], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    barrier()
-
-
-@gluon.jit
-def give_turn_together(number):
-    """What these warps have added is there, and one more has had its turn."""
-    gl.inline_asm_elementwise("fence.acq_rel.gpu; mov.u32 $0, 0;", "=r,r", [0], dtype=gl.int32, is_pure=False, pack=1)
-    barrier()
-    gl.inline_asm_elementwise(
-        """{
-        .reg .pred first;
-        .reg .b32 thread;
-        mov.u32 thread, %tid.x;
-        and.b32 thread, thread, 127;
-        setp.eq.u32 first, thread, 0;
-        @first fence.acq_rel.gpu;
-        @first red.release.gpu.global.add.u32 [$1], 1;
-        mov.u32 $0, 0;
-        }""",
-        "=r,l", [number.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+def give_turn(number, LATER: gl.constexpr):
+    """What this warp has sent, but for the last LATER boxes, has arrived (not only left), and one more tile has added its part."""
+    PTX: gl.constexpr = _giving(LATER)
+    gl.inline_asm_elementwise(PTX, "=r,l", [number.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
