@@ -28,7 +28,7 @@ from flashattn import attention
 from flashattn.dispatch.table import hopper_rows
 from flashattn.kernels import structs
 from flashattn.kernels.hopper import walk
-from flashattn.launch import cache, hopper, portable
+from flashattn.launch import cache, hopper, maps, portable
 from flashattn.torch_ops.describe import describe
 
 PASSES = {  # and the tensors of each, as its launcher names them
@@ -262,7 +262,7 @@ def test_this_triton_reads_no_more_of_a_descriptor_than_it_gets():
     read = set(re.findall(r"\barg\.(\w+)", inspect.getsource(driver.make_tensordesc_arg)))
     read -= {"element_strides", "pixel_box_lower_corner", "pixel_box_upper_corner"}
     assert read >= {"base", "shape", "strides", "padding"}
-    like = hopper._descriptor(tensors_of()["q"], 64, 64)
+    like = maps.described(tensors_of()["q"], 64, 64)
     found = cache.Described(160, like)
     assert found.base.data_ptr() == 160
     assert {name: getattr(found, name) for name in read - {"base"}} == {name: getattr(like, name) for name in read - {"base"}}
@@ -291,7 +291,7 @@ def launcher_of(monkeypatch):
 
 @pytest.mark.parametrize("described", [False, True])
 def test_the_c_function_gets_what_tritons_launcher_gives_it(described, launcher_of):
-    descriptor = hopper._descriptor(torch.zeros(2, 128, 4, 64, dtype=torch.float16), 64, 64)
+    descriptor = maps.described(torch.zeros(2, 128, 4, 64, dtype=torch.float16), 64, 64)
     meta = {"swizzle": 3, "elem_size": 2, "elem_type": 6, "block_size": [1, 64, 1, 64], "fp4_padded": False}
     signature = {"x": "*fp16", "n": "i32"} | ({"d": "tensordesc<fp16[1, 64, 1, 64]>"} if described else {})
     launcher, called = launcher_of(signature, [meta] if described else None)

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ..kernels.structs import Spec
+from ..kernels.structs import Spec, View
 from ..problem import Problem
 
 WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
@@ -25,6 +25,11 @@ def on_device(tensor):
 def contiguous_rows(tensor):
     """Launchers take any strides over [batch, rows, heads]; the last dimension must be contiguous and is copied if it isn't."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def view_of(tensor) -> View:
+    stride = tensor.stride()
+    return View(tensor, stride[0], stride[2], stride[1]) if tensor.dim() == 4 else View(tensor, 0, stride[1], stride[0])
 
 
 def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_dv=False) -> Spec:

@@ -13,13 +13,13 @@ import torch
 from ..dispatch.configs.hopper import HopperConfig
 from ..dispatch.table import hopper_padded, hopper_rows
 from ..kernels.hopper.forward import attn_fwd_hopper
-from ..kernels.hopper.gluon import TensorDescriptor
-from ..kernels.hopper.layouts import Tile, shared
+from ..kernels.hopper.layouts import Tile
 from ..kernels.structs import Seqlens
 from ..problem import Problem
 from .cache import run, stream_of
 from .common import contiguous_rows, on_device, results, scale_log2, spec_of, totals, walk_order
 from .hopper_backward import backward
+from .maps import described
 
 __all__ = ["backward", "forward", "forward_launch"]
 
@@ -32,7 +32,6 @@ PER_THREAD = 2  # the handle by which every thread means a stream of its own
 STREAMS = 1024  # of a device that have a counter; more get a fresh one at every launch
 
 _rows_of = lru_cache(maxsize=1024)(hopper_rows)
-_layout = lru_cache(maxsize=16)(shared)
 
 
 def _part(d: int, varlen: bool) -> int:
@@ -74,14 +73,6 @@ def _tile(problem: Problem, config: HopperConfig) -> Tile:
         alias=2 * elements + BARRIERS > SHARED_MEMORY,
         mask_loop=not _mask_is_first(problem),
     )
-
-
-def _descriptor(tensor, rows: int, width: int) -> TensorDescriptor:
-    """Boxes of `rows` rows and `width` elements of one head. The stride of a dimension of one thing is never used, but must do."""
-    if tensor.dim() == 3:
-        tensor = tensor.unsqueeze(0)
-    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, width], _layout(width, 4))
 
 
 @lru_cache(maxsize=64)
@@ -136,8 +127,8 @@ def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu
     lanes, slots, wave = walk_order(problem, config.block_m, least=config.heads)
     window = problem.window_left or 0, problem.window_right or 0
     args = (
-        _descriptor(q, 64, tile.part_d), _descriptor(k, tile.n, tile.part_d), _descriptor(v, tile.n, tile.dv),
-        out if problem.varlen else _descriptor(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
+        described(q, 64, tile.part_d), described(k, tile.n, tile.part_d), described(v, tile.n, tile.dv),
+        out if problem.varlen else described(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
         counter if tile.tickets else None, *totals(problem), problem.batch, problem.heads_q, problem.group,
         slots, lanes, wave, slots * wave, slots * lanes, *window,
         scale_log2(problem), spec, tile,

@@ -14,25 +14,18 @@ import torch
 from ..dispatch.configs.hopper import HopperBackwardConfig
 from ..dispatch.table import hopper_backward_row, hopper_padded
 from ..kernels.hopper.backward import attn_bwd_hopper
-from ..kernels.hopper.gluon import TensorDescriptor, gl
-from ..kernels.hopper.layouts import BackwardTile, shared
+from ..kernels.hopper.layouts import BackwardTile
 from ..kernels.hopper.passes import attn_bwd_hopper_after, attn_bwd_hopper_before
 from ..kernels.structs import Seqlens, Tile
 from ..problem import Problem
 from .cache import run
-from .common import contiguous_rows, may_have_rows_without_keys, on_device, scale_log2, spec_of, totals, without_empty_rows
-from .portable import _view
+from .common import contiguous_rows, may_have_rows_without_keys, on_device, scale_log2, spec_of, totals, view_of, without_empty_rows
+from .maps import described, flat
 
 WAVE_BYTES = 40 << 20  # of Q, dO and the sums of dQ of the heads of a wave
 REGISTERS, LOAD_REGISTERS, FIRST_REGISTERS = 240, 24, 168  # of a thread that computes, of one that doesn't, and of any at the start
 
 _rows_of = lru_cache(maxsize=1024)(hopper_backward_row)
-_layout = lru_cache(maxsize=16)(shared)
-
-
-@lru_cache(maxsize=1)
-def _plain():
-    return gl.NVMMASharedLayout(0, 32, 2)
 
 
 def _mask(problem: Problem, config: HopperBackwardConfig) -> int:
@@ -95,23 +88,6 @@ def _order(problem: Problem, config: HopperBackwardConfig) -> tuple[int, int, in
     return lanes, slots, wave if problem.deterministic else min(wave, config.heads)
 
 
-def _described(tensor, rows: int, width: int) -> TensorDescriptor | None:
-    """See hopper._descriptor."""
-    if tensor is None:
-        return None
-    if tensor.dim() == 3:
-        tensor = tensor.unsqueeze(0)
-    strides = [stride if size > 1 else 8 for size, stride in zip(tensor.shape[:3], tensor.stride(), strict=False)]
-    return TensorDescriptor(tensor, list(tensor.shape), [*strides, 1], [1, rows, 1, width], _layout(width, 4))
-
-
-def _flat(tensor, rows: int, width: int) -> TensorDescriptor | None:
-    """Boxes of a workspace, contiguous memory."""
-    if tensor is None:
-        return None
-    return TensorDescriptor(tensor, [tensor.numel() // width, width], [width, 1], [rows, width], _plain())
-
-
 def starts_from_delta(config: HopperBackwardConfig, gradients) -> bool:
     """Whether dP starts from -delta: with fewer than all three gradients registers are not short, and it makes products wait."""
     return config.init and all(gradient is not None for gradient in gradients)
@@ -120,7 +96,7 @@ def starts_from_delta(config: HopperBackwardConfig, gradients) -> bool:
 def before_launch(problem: Problem, config: HopperBackwardConfig, negative: bool, lse, out, dout, dlse, numbers, sums, turns, cu_seqlens_q):
     """negative: see starts_from_delta. out may be None, and then dout is; dlse, sums and turns too."""
     blocks, lanes = blocks_of(problem, config.block_m)
-    views = [None if x is None else _view(x) for x in (out, dout)]
+    views = [None if x is None else view_of(x) for x in (out, dout)]
     args = (
         lse, *views, dlse, numbers, sums, turns, cu_seqlens_q, totals(problem)[0], problem.batch, problem.heads_q, blocks,
         _pass_tile(problem, config), problem.varlen, negative, config.fours,
@@ -131,7 +107,7 @@ def before_launch(problem: Problem, config: HopperBackwardConfig, negative: bool
 def after_launch(problem: Problem, config: HopperBackwardConfig, sums, dq, cu_seqlens_q):
     blocks, lanes = blocks_of(problem, config.block_m)
     args = (
-        sums, _view(dq), cu_seqlens_q, totals(problem)[0], problem.batch, problem.heads_q, blocks, problem.softmax_scale,
+        sums, view_of(dq), cu_seqlens_q, totals(problem)[0], problem.batch, problem.heads_q, blocks, problem.softmax_scale,
         _pass_tile(problem, config), problem.varlen,
     )  # fmt: skip
     return attn_bwd_hopper_after, (blocks * lanes,), args, {"num_warps": 4, "enable_fp_fusion": True}
@@ -146,10 +122,10 @@ def backward_launch(
     spec = spec._replace(need_dq=sums is not None)
     lanes, slots, wave = _order(problem, config)
     d, dv_width = (64, 64) if tile.wide else (tile.d, tile.dv)
-    outputs = (dk, dv) if problem.varlen else (_described(dk, 64, d), _described(dv, 64, dv_width))
+    outputs = (dk, dv) if problem.varlen else (described(dk, 64, d), described(dv, 64, dv_width))
     args = (
-        _described(q, tile.m, d), _described(k, 64, d), _described(v, 64, dv_width), _described(dout, tile.m, dv_width),
-        _flat(numbers, 1, 2 * tile.m), _flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
+        described(q, tile.m, d), described(k, 64, d), described(v, 64, dv_width), described(dout, tile.m, dv_width),
+        flat(numbers, 1, 2 * tile.m), flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
         *totals(problem), problem.batch, problem.heads_kv, problem.group, lanes, wave, slots * wave, blocks_of(problem, tile.m)[0],
         problem.window_left or 0, problem.window_right or 0, problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip

@@ -24,16 +24,12 @@ from .common import (
     scale_log2,
     spec_of,
     totals,
+    view_of,
     walk_order,
     without_empty_rows,
 )
 
 _rows_of = lru_cache(maxsize=1024)(portable_rows)
-
-
-def _view(tensor) -> View:
-    stride = tensor.stride()
-    return View(tensor, stride[0], stride[2], stride[1]) if tensor.dim() == 4 else View(tensor, 0, stride[1], stride[0])
 
 
 def _tile(problem: Problem, config, *views: View) -> Tile:
@@ -66,7 +62,7 @@ def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], t
 def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
     """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
-    views = _view(q), _view(k), _view(v), _view(out)
+    views = view_of(q), view_of(k), view_of(v), view_of(out)
     spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True), _tile(problem, config, *views)
     args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, scale_log2(problem), spec, tile)
     return attn_fwd, grid, args, _options(config)
@@ -74,7 +70,7 @@ def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu
 
 def delta_launch(problem: Problem, config, out, dout, dlse, delta):
     total, batch = totals(problem)[0], 1 if problem.varlen else problem.batch
-    views = _view(out), _view(dout)
+    views = view_of(out), view_of(dout)
     args = (*views, dlse, delta, total, batch, problem.heads_q, _tile(problem, config, *views))
     return attn_bwd_delta, (-(-total // config.block_m) * batch * problem.heads_q,), args, _options(config)
 
@@ -84,7 +80,7 @@ def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_
     if dk is None:
         v = delta = None
     grid, sizes = _sizes(problem, config.block_n, over_keys=True)
-    views, gradients = ([None if tensor is None else _view(tensor) for tensor in some] for some in ((q, k, v, dout), (dk, dv)))
+    views, gradients = ([None if tensor is None else view_of(tensor) for tensor in some] for some in ((q, k, v, dout), (dk, dv)))
     spec = spec_of(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
     tile = _tile(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
@@ -96,8 +92,8 @@ def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_
 
 def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k):
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
-    views = _view(q), _view(k), _view(v), _view(dout)
-    dq_view = _view(dq)
+    views = view_of(q), view_of(k), view_of(v), view_of(dout)
+    dq_view = view_of(dq)
     spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views, dq_view)
     args = (
         *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, problem.softmax_scale, scale_log2(problem), spec, tile,
