@@ -18,7 +18,7 @@ from test_compile_hopper import VARIANTS, problem_of
 
 pytestmark = pytest.mark.compile_only
 OURS = set(range(6, 16))  # hardware barriers of kernels/hopper/gradient.py
-MOST_SPILLS = 256  # bytes of a thread
+MOST_SPILLS, NEWER_SPILLS = 256, 512  # bytes of a thread, under the Triton that the rows were timed with and under newer ones
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants and needs; these take the hardest
 OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (64, 128), (136, 72), (192, 192), (256, 64), (64, 256)]
 NEEDS = ("q", "k", "v", "qk", "qv", "kv")
@@ -47,7 +47,7 @@ def passes() -> list[Job]:
 
 @pytest.mark.parametrize("job", jobs(), ids=str)
 def test_a_shipped_row_compiles_fits_and_keeps_its_loop_in_registers(job, compiled):
-    most = MOST_SPILLS if TRITON in CHOSEN_UNDER else 4 * MOST_SPILLS
+    most = MOST_SPILLS if CHOSEN_UNDER[0] == TRITON else NEWER_SPILLS
     assert replace(compiled, spill_stores=0, spill_loads=0).problems() == []
     assert max(compiled.spill_stores, compiled.spill_loads) <= most
     needs = job.args[3]

@@ -38,10 +38,14 @@ def told(problem: Problem, name: str, **options) -> dict:
     """What the pass's function says of the arguments that a launch would have."""
     from flashattn.kernels.hopper import profile as hopper
     from flashattn.kernels.portable import profile
-    from launches import launch_of
+    from launches import hopper_backward_launch, launch_of
 
-    kernel, args, _ = launch_of(problem, name, **options)
-    describe = hopper.forward_metadata if name == "hopper" else getattr(profile, f"{name}_metadata")
+    if name.startswith("hopper "):
+        kernel, args, _ = hopper_backward_launch(problem, name=name.removeprefix("hopper "), **options)
+        describe = getattr(hopper, f"{name.removeprefix('hopper ')}_metadata")
+    else:
+        kernel, args, _ = launch_of(problem, name, **options)
+        describe = hopper.forward_metadata if name == "hopper" else getattr(profile, f"{name}_metadata")
     return describe((1,), None, dict(zip(kernel.arg_names, args, strict=True)))
 
 
@@ -64,11 +68,14 @@ def test_flops_are_those_of_the_kept_pairs(which):
     assert forward == counted["forward"]
     if on_hopper(problem):
         assert told(problem, "hopper")["flops16"] == forward
+        assert told(problem, "hopper backward")["flops16"] == counted["backward"]
     assert dkdv + dq == counted["backward"] + forward, "q k^T and dO v^T are computed twice, as many FLOPs as a forward"
     dk, dv = (flops(told(problem, "dkdv", needs=needs)) for needs in "kv")
     pairs = forward // (2 * (problem.head_dim + problem.head_dim_v))
     assert dk == 2 * pairs * (2 * problem.head_dim + problem.head_dim_v), "q k^T, dO v^T, dS^T q"
     assert dv == 2 * pairs * (problem.head_dim + problem.head_dim_v), "q k^T, P^T dO"
+    if on_hopper(problem):
+        assert [told(problem, "hopper backward", needs=needs)["flops16"] for needs in "kv"] == [dk, dv]
     assert f"flops{8 * problem.itemsize}" in told(problem, "forward")
 
 
@@ -108,15 +115,21 @@ def test_names_tell_the_pass_and_the_shape():
     assert [told(BASE, "dkdv", needs=needs)["name"] for needs in ("kv", "k", "v")] == [
         f"attn_bwd_dkdv[{shape}]", f"attn_bwd_dk[{shape}]", f"attn_bwd_dv[{shape}]"]  # fmt: skip
     assert told(BASE, "dq")["name"] == f"attn_bwd_dq[{shape}]"
+    assert told(BASE, "hopper backward")["name"] == f"attn_bwd_hopper[{shape}]"
+    for name in ("before", "after"):
+        assert told(BASE, f"hopper {name}")["name"].startswith(f"attn_bwd_hopper_{name}[b3_q300_h6_d64/40")
     assert told(BASE, "delta")["name"] == "attn_bwd_delta[b3_q300_h6_d40]"
 
 
 def wiring() -> dict[str, str]:
     """{kernel: the function that describes its launches}, where kernels can be compiled: the interpreter drops it."""
+    from flashattn.kernels.hopper import passes
+    from flashattn.kernels.hopper.backward import attn_bwd_hopper
     from flashattn.kernels.hopper.forward import attn_fwd_hopper
     from flashattn.kernels.portable import backward, forward
 
-    kernels = (forward.attn_fwd, attn_fwd_hopper, backward.attn_bwd_delta, backward.attn_bwd_dkdv, backward.attn_bwd_dq)
+    hopper = (attn_fwd_hopper, attn_bwd_hopper, passes.attn_bwd_hopper_before, passes.attn_bwd_hopper_after)
+    kernels = (*hopper, forward.attn_fwd, backward.attn_bwd_delta, backward.attn_bwd_dkdv, backward.attn_bwd_dq)
     return {kernel.fn.__name__: f"{kernel.launch_metadata.__module__}.{kernel.launch_metadata.__name__}" for kernel in kernels}
 
 
@@ -127,6 +140,9 @@ def test_every_kernel_has_its_description():
         assert pool.run(wiring) == {
             "attn_fwd": "flashattn.kernels.portable.profile.forward_metadata",
             "attn_fwd_hopper": "flashattn.kernels.hopper.profile.forward_metadata",
+            "attn_bwd_hopper": "flashattn.kernels.hopper.profile.backward_metadata",
+            "attn_bwd_hopper_before": "flashattn.kernels.hopper.profile.before_metadata",
+            "attn_bwd_hopper_after": "flashattn.kernels.hopper.profile.after_metadata",
             "attn_bwd_delta": "flashattn.kernels.portable.profile.delta_metadata",
             "attn_bwd_dkdv": "flashattn.kernels.portable.profile.dkdv_metadata",
             "attn_bwd_dq": "flashattn.kernels.portable.profile.dq_metadata",
@@ -153,8 +169,11 @@ def test_a_launch_hook_is_told(kind, impl):
         triton.knobs.runtime.launch_enter_hook.remove(note)
     ours = [each for each in seen if each["name"].startswith("attn_")]
     names = [each["name"].partition("[")[0] for each in ours]
-    hopper = impl is None and torch.cuda.get_device_capability() == (9, 0)
-    assert names[:2] == ["attn_fwd_hopper" if hopper else "attn_fwd", "attn_bwd_delta"] and names[-1] == "attn_bwd_dq"
-    assert names[2:-1] in (["attn_bwd_dkdv"], ["attn_bwd_dk", "attn_bwd_dv"])
+    if impl is None and torch.cuda.get_device_capability() == (9, 0):
+        assert names == ["attn_fwd_hopper", "attn_bwd_hopper_before", "attn_bwd_hopper", "attn_bwd_hopper_after"]
+    else:
+        assert names[:2] == ["attn_fwd", "attn_bwd_delta"] and names[-1] == "attn_bwd_dq"
+        assert names[2:-1] in (["attn_bwd_dkdv"], ["attn_bwd_dk", "attn_bwd_dv"])
     assert all(each["bytes"] > 0 for each in ours)
-    assert [any("flops" in key for key in each) for each in ours] == [kind == "dense" and "delta" not in name for name in names]
+    passes = ("delta", "before", "after")
+    assert [any("flops" in key for key in each) for each in ours] == [kind == "dense" and not name.endswith(passes) for name in names]

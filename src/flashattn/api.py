@@ -148,7 +148,8 @@ def attention_varlen(
 
     Raises:
         As :func:`attention`. The *values* of cu_seqlens are validated on the CPU, and on a GPU when ``FLASHATTN_CHECK=1`` is set (that
-        synchronises); without it, bad values on a GPU give wrong rows but never an access outside the tensors.
+        synchronises); without it, bad values on a GPU give wrong rows but never an access outside the tensors; the ``"hopper"`` backward of
+        a deterministic call may not end.
 
     Source: as :func:`attention`.
     """

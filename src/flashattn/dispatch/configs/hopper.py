@@ -49,6 +49,7 @@ class HopperBackwardConfig(NamedTuple):
     and delta are read four at a time. writers: warps of their own send dQ away, as they always do in a deterministic call. mask: where a
     call has one, 1 masks all blocks, 2 branches to those that need it, 3 gives them loops of their own (without grouped heads, else it is
     1). heads: as many at most are walked side by side, as far as what they share fits in L2.
+    A thread spills at most 256 bytes under Triton 3.6.0, and 512 under newer ones (64: 236 to 484; 128 and more: none or a few).
     wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed` and `init` say nothing, there
     is one writer, and the stages are of Q; those of dO are `do_stages`. own: a warpgroup multiplies what it made itself, p or ds, from its
     registers.

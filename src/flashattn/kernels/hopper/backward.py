@@ -80,11 +80,12 @@ def send(dq_desc, turns, memory, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.cons
                 await_turn(turns + half, turn)
             async_add(dq_desc, [half * 16, 0], memory.dq.index(WARPGROUP_ID))
             store_wait(0)
-            if TILE.ordered:
+        arrive(DQ_EMPTY + WARPGROUP_ID, ONE_AND_WRITER)
+        if TILE.ordered:
+            if turn >= 0:
                 if last >= 0:
                     give_turn(turns + last, 1)
                 last = half
-        arrive(DQ_EMPTY + WARPGROUP_ID, ONE_AND_WRITER)
         place = next_place(place, visit, grid, SPEC, TILE)
     if TILE.ordered:
         if last >= 0:

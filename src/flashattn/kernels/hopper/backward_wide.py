@@ -89,11 +89,12 @@ def send(dq_desc, turns, memory, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
                 for box in gl.static_range(columns_of(TILE.d, other) // 64):
                     async_add(dq_desc, [row + 16 * box, 0], memory.dq.index(box))
                 store_wait(0)
-                if TILE.ordered:
+            arrive(DQ_EMPTY + other, ONE_AND_WRITER)
+            if TILE.ordered:
+                if turn >= 0:
                     if last >= 0:
                         give_turn(turns + last, columns_of(TILE.d, other) // 64)
                     last = number
-            arrive(DQ_EMPTY + other, ONE_AND_WRITER)
         place = next_place(place, visit, grid, SPEC, TILE)
     if TILE.ordered:
         if last >= 0:

@@ -171,6 +171,7 @@ def attn_fwd_hopper(
     REGISTERS: gl.constexpr = TILE.registers
     gl.static_assert(TILE.stages <= 2, "there are named barriers for two slots")
     gl.static_assert(TILE.lead <= 2)
+    gl.static_assert(TILE.consumers == 2 or TILE.n >= 128, "a warpgroup may miss one block of a tile, and waits for the next tile before")
     LOAD_REGISTERS: gl.constexpr = TILE.load_registers
     walk = Walk(
         seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_q, group, slots, lanes, wave, per_wave, tiles, left, right, counter

@@ -5,7 +5,8 @@ in registers as p_NM and ds_NM are wanted there by dV += p_NM dO and dK += ds_NM
 belong to two warpgroups: ds goes through shared memory, and each warpgroup makes half of dQ over the keys of both.
 
 Ends of tensors. A row of queries that does not exist has lse = inf and delta = 0 from the preprocess, and zeros for q and dO (from TMA, or
-by `clear_rows`), so its p is exactly 0: no mask. A key that doesn't exist has a score of 0, whose p = exp(-lse) may overflow: masked.
+by `clear_rows`), so for finite keys its p is exactly 0: no mask. A key that doesn't exist has a score of 0, whose p = exp(-lse) may
+overflow: masked.
 
 Who waits for whom. In lock step both warpgroups store their ds, meet, and read both: with two slots nobody overwrites what may be read, for
 the products that read a slot were waited for before the meeting in between. Delayed, a warpgroup announces its ds of step i and makes dQ of

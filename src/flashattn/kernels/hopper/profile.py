@@ -18,7 +18,7 @@ def forward_metadata(grid, kernel, args):
 def backward_metadata(grid, kernel, args):
     """Counts the products that the wanted gradients take, and dQ's sums as read and written once."""
     spec = args["SPEC"]
-    names = ("q_desc", "k_desc", "v_desc", "do_desc", "rows_desc", "sums", "dk", "dv")
+    names = ("q_desc", "k_desc", "v_desc", "do_desc", "rows_desc", "dq_desc", "dk", "dv")
     tensors = _tensors({name: args[name] for name in names})
     ds = spec.need_dq or spec.need_dk
     args = dict(args) | {"heads_q": args["heads_kv"] * args["group"]}

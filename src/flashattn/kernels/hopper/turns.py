@@ -36,7 +36,6 @@ def _giving(later):
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
-        @first fence.acq_rel.gpu;
         @first red.release.gpu.global.add.u32 [$1], 1;
         mov.u32 $0, 0;
         }}"""
