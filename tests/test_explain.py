@@ -122,7 +122,7 @@ def test_explain_on_this_gpu():
     q = torch.empty(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
     found = explain(q, q, q)
     assert found.problem.capability == torch.cuda.get_device_capability() and found.problem.aligned
-    assert found.kernels == {"forward": "hopper" if found.problem.capability == (9, 0) else "portable", "backward": "portable"}
+    assert set(found.kernels.values()) == {"hopper" if found.problem.capability == (9, 0) else "portable"}
     assert "cuda sm_{}{}".format(*torch.cuda.get_device_capability()) in str(found)
     assert not found.problem.tf32
     torch.backends.cuda.matmul.fp32_precision, before = "tf32", torch.backends.cuda.matmul.fp32_precision
