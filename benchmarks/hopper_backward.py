@@ -158,7 +158,8 @@ def checks(dims, only: str) -> list:
         for needs in NEEDS[1:]:
             add(f"needs {needs}", dense_check, 301, 703, *pair, "causal", needs)
         for mask in MASKS:
-            add(f"deterministic {mask}", dense_check, 1024, 1024, *pair, mask, deterministic=True)
+            for lengths in ((1024, 1024), (703, 301), (301, 703), (64, 128)):
+                add(f"deterministic {mask}", dense_check, *lengths, *pair, mask, deterministic=True)
             add(f"deterministic packed {mask}", packed_check, *pair, mask, deterministic=True)
         for scale in (-0.1, 0.0):
             add("scale", dense_check, 301, 301, *pair, "causal", scale=scale)
