@@ -49,19 +49,27 @@ def difference(found, wanted) -> float:
     return (torch.linalg.vector_norm(found - wanted) / torch.linalg.vector_norm(wanted).clamp_min(1e-9)).item()
 
 
-def check(name: str, run, wanted) -> bool:
-    print(f"{name:60}", end=" ", flush=True)
+def watched(name: str, run):
+    """What run() returns, or None if it raises; its name is told first, and the process ends if it hangs."""
+    print(f"{name:72}", end=" ", flush=True)
     faulthandler.dump_traceback_later(SECONDS, exit=True)
     try:
         found = run()
         torch.cuda.synchronize()
+        return found
     except Exception as error:
-        print(f"FAILED {type(error).__name__}: {str(error)[:200]}", flush=True)
+        print(f"FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
         if "CUDA" in str(error):
             raise
-        return False
+        return None
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def check(name: str, run, wanted) -> bool:
+    found = watched(name, run)
+    if found is None:
+        return False
     errors = [difference(x, y) for x, y in zip(found, wanted, strict=True)]
     good = errors[0] < 1e-2 and errors[1] < 1e-3
     print(f"out {errors[0]:.1e} lse {errors[1]:.1e} {'' if good else 'WRONG'}", flush=True)

@@ -20,7 +20,7 @@ from itertools import product
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.hopper import SECONDS, TOKENS, WIDTH, draw, fields, inputs_of
+from benchmarks.hopper import SECONDS, TOKENS, WIDTH, draw, fields, inputs_of, watched
 from benchmarks.timing import Call, CudaClock, interleave
 from benchmarks.workloads import Workload
 from flashattn.dispatch.table import hopper_backward_row, hopper_padded
@@ -47,18 +47,9 @@ def error_of(found, wanted) -> float:
 
 def check(name: str, run, wanted) -> bool:
     """run() and wanted are (dq, dk, dv), None where it isn't wanted."""
-    print(f"{name:72}", end=" ", flush=True)
-    faulthandler.dump_traceback_later(SECONDS, exit=True)
-    try:
-        found = run()
-        torch.cuda.synchronize()
-    except Exception as error:
-        print(f"FAILED {type(error).__name__}: {str(error)[:300]}", flush=True)
-        if "CUDA" in str(error):
-            raise
+    found = watched(name, run)
+    if found is None:
         return False
-    finally:
-        faulthandler.cancel_dump_traceback_later()
     errors = {name: error_of(x, y) for name, x, y in zip("qkv", found, wanted, strict=True) if x is not None}
     good = all(error < WORST for error in errors.values())
     print(" ".join(f"d{name} {error:.1e}" for name, error in errors.items()), "" if good else "WRONG", flush=True)
