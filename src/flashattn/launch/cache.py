@@ -19,14 +19,15 @@ import triton
 
 KNOWN = (3, 6), (3, 9)
 MOST = 4096  # launches remembered; lengths that never repeat would fill any memory
+HERE = object()
 
 
 class Pointers(NamedTuple):
-    """Place in the arguments of `count` pointers. rest: what follows them if they begin a tuple. like: a TensorDescriptor's."""
+    """Place in the arguments of `count` pointers. members: of a tuple, HERE where one of them stands. like: a TensorDescriptor's."""
 
     place: int
     count: int
-    rest: tuple | None
+    members: tuple | None
     like: object | None
 
 
@@ -66,23 +67,22 @@ def _launch(compiled, grid, args) -> Launch:
         if hasattr(arg, "block_shape"):
             pointers.append(Pointers(place, 1, None, Described(0, arg)))
         else:
-            members = arg if isinstance(arg, tuple) else (arg,)
-            count = sum(isinstance(member, torch.Tensor) for member in members)
+            members = [HERE if isinstance(member, torch.Tensor) else member for member in (arg if isinstance(arg, tuple) else (arg,))]
+            count = members.count(HERE)
             if count:
-                pointers.append(Pointers(place, count, tuple(arg[count:]) if isinstance(arg, tuple) else None, None))
+                pointers.append(Pointers(place, count, tuple(members) if isinstance(arg, tuple) else None, None))
         if pointers and pointers[-1].place == place:
             kept[place] = None
     return Launch(compiled, (grid[0], 1, 1), tuple(kept), pointers)
 
 
 def _with_pointers(launch: Launch, addresses: list[int]) -> list:
-    args, used = list(launch.args), 0
-    for place, count, rest, like in launch.pointers:
-        if like is not None:
-            args[place] = Described(addresses[used], like)
+    args, following = list(launch.args), iter(addresses)
+    for place, _, members, like in launch.pointers:
+        if members is not None:
+            args[place] = tuple(next(following) if member is HERE else member for member in members)
         else:
-            args[place] = addresses[used] if rest is None else (*addresses[used : used + count], *rest)
-        used += count
+            args[place] = next(following) if like is None else Described(next(following), like)
     return args
 
 
