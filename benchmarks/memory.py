@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.gate import Gate
-from benchmarks.providers import Closures, Inputs, Provider, attempt, choose
 from benchmarks.workloads import Workload, square
+from flashattn.roofline.gate import Gate
+from flashattn.roofline.peers import Closures, Inputs, Provider, attempt, choose
 
 PROVIDERS = ("flashattn-portable", "sdpa-flash")
 

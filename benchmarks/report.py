@@ -17,8 +17,8 @@ from pathlib import Path
 
 import torch
 
-from benchmarks.timing import Sample
 from benchmarks.workloads import Workload
+from flashattn.roofline.timing import Sample
 
 RESULTS = Path(__file__).parent / "results"
 NOTE = (

@@ -20,10 +20,10 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.gate import Gate, disagreement
-from benchmarks.providers import Closures, Inputs, Provider, attempt, choose
-from benchmarks.timing import Call, Clock, clock_for, gpu_state, interleave
 from benchmarks.workloads import DIRECTIONS, SUITES, Workload, select
+from flashattn.roofline.gate import Gate, disagreement
+from flashattn.roofline.peers import Closures, Inputs, Provider, attempt, choose
+from flashattn.roofline.timing import Call, Clock, clock_for, gpu_state, interleave
 
 # whose result the others must agree with at the real size: the first of these that passed the oracle, then anyone
 ANCHORS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "torch-varlen", "fa3", "fa2")
@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Attention providers, gated and timed in one interleaved run.")
     p.add_argument("--suite", required=True, choices=SUITES)
     p.add_argument("--directions", type=names, default=DIRECTIONS, help="fwd,bwd")
-    p.add_argument("--providers", type=names, default=None, help="see benchmarks/providers.py; default: our kernels, fast peers")
+    p.add_argument("--providers", type=names, default=None, help="see flashattn/roofline/peers.py; default: our kernels, fast peers")
     p.add_argument("--rounds", type=int, default=7, help="turns of each provider; the median is kept (default 7)")
     p.add_argument("--slice-ms", type=float, default=25.0, help="milliseconds of back-to-back calls in one turn (default 25)")
     p.add_argument("--seqlens", type=numbers, default=None, help="only these lengths, as 1k,4k,16k")

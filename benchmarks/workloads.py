@@ -1,133 +1,16 @@
-"""Named attention workloads, and how much work each one is.
+"""Named attention workloads in suites, so that tests, benchmarks and tuning speak of the same shapes by the same names.
 
-A workload is plain data, so tests, benchmarks and tuning speak of the same shapes by the same names. Work is counted exactly, by
-`flashattn.explain`'s own formulas: only the (query, key) pairs that the mask keeps, one multiply-add as two FLOPs, softmax not counted (the
-field's convention). Packed sequences are counted one by one, where `explain`, which knows no lengths, has an upper bound.
+What a workload is, and how much work it is, is in `flashattn.roofline.workload`.
 
-Surprising fact: papers halve the FLOPs of a causal square; the exact count is S (S + 1) / 2 pairs, 0.2 % more at S = 512.
+Surprising fact: a suite of one paper is a shape that another paper left out: nobody's grid has grouped heads, a window and short sequences.
 """
 
 import random
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
-import torch
+from flashattn.roofline.workload import DIRECTIONS, Workload, packed, square
 
-from flashattn.dispatch.explain import work
-from flashattn.problem import Problem, canonical_window, default_scale
-
-DIRECTIONS = ("fwd", "bwd")
-PASSES = dict(zip(DIRECTIONS, ("forward", "backward"), strict=True))
-GATE_LENGTH = 1024  # fp64 scores of this length still fit everywhere, and it spans several tiles of every kernel
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One attention call: shapes, mask, dtype. `causal` and `window` mean what they mean in `flashattn.attention`.
-
-    lengths: of packed sequences, as many queries as keys in each; `batch` is then their number and `seqlen_*` the longest.
-    """
-
-    name: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    causal: bool | str = False
-    window: tuple[int | None, int | None] | None = None
-    dtype: str = "bfloat16"
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def group(self) -> int:
-        return self.heads_q // self.heads_kv
-
-    @property
-    def packed(self) -> bool:
-        return bool(self.lengths)
-
-    @property
-    def rows(self) -> tuple[int, int, int]:
-        """(batch entries, query rows of one, key rows of one) of the tensors; packed sequences share one entry."""
-        return (1, sum(self.lengths), sum(self.lengths)) if self.packed else (self.batch, self.seqlen_q, self.seqlen_k)
-
-    def problem(self) -> Problem:
-        left, right, top_left = canonical_window(self.causal, self.window)
-        _, total_q, total_k = self.rows if self.packed else (0, 0, 0)
-        return Problem(
-            dtype=self.dtype, batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, heads_q=self.heads_q,
-            heads_kv=self.heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, softmax_scale=default_scale(self.head_dim),
-            window_left=left, window_right=right, top_left=top_left, varlen=self.packed, total_q=total_q, total_k=total_k,
-        )
-
-    def pairs(self) -> int:
-        """(query, key) pairs that the mask keeps, over all query heads and batch entries."""
-        return self.flops("fwd") // (2 * (self.head_dim + self.head_dim_v))
-
-    def flops(self, direction: str) -> int:
-        """FLOPs of one call.
-
-        Forward: 2 pairs (D + Dv), the products Q K^T and P V; 4 B H Sq Sk D without a mask and with D = Dv.
-        Backward: 2 pairs (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS K, dS^T Q; 2.5 times the forward when D = Dv.
-        """
-        _check_direction(direction)
-        return _work(self, PASSES[direction])[0]
-
-    def minimal_bytes(self, direction: str) -> int:
-        """Fewest bytes through device memory: every input read once, every output written once.
-
-        Forward: q, k, v in, out and the fp32 lse out. Backward: q, k, v, out, dout and lse in, dq, dk, dv out.
-        """
-        _check_direction(direction)
-        return _work(self, PASSES[direction])[1]
-
-    def reduced(self, limit: int = GATE_LENGTH) -> "Workload":
-        """The same kind of call (dtype, head dims, group, mask, tile-crossing lengths) small enough for the fp64 oracle.
-
-        The name is dropped: workloads of one kind reduce to equal values, so the oracle judges each kind once.
-        """
-        heads_kv = min(self.heads_kv, 2)
-        lengths = tuple(min(length, limit) for length in self.lengths)
-        return replace(
-            self, name="reduced", batch=len(lengths) or 2, seqlen_q=min(self.seqlen_q, limit), seqlen_k=min(self.seqlen_k, limit),
-            heads_q=heads_kv * self.group, heads_kv=heads_kv, lengths=lengths,
-        )
-
-
-@lru_cache(maxsize=1024)
-def _work(workload: Workload, direction: str) -> tuple[int, int]:
-    """(FLOPs, bytes). A packed call is its sequences, each a dense call of one batch entry."""
-    whole = workload.problem()
-    alone = replace(whole, batch=1, varlen=False, total_q=0, total_k=0)
-    problems = [replace(alone, seqlen_q=length, seqlen_k=length) for length in workload.lengths] if workload.packed else [whole]
-    counted = [work(problem) for problem in problems]
-    return sum(flops[direction] for flops, _ in counted), sum(moved[direction] for _, moved in counted)
-
-
-def _check_direction(direction: str) -> None:
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; known are {', '.join(DIRECTIONS)}")
-
-
-def square(name: str, batch: int, seqlen: int, heads_q: int, heads_kv: int, head_dim: int, causal: bool, dtype="bfloat16") -> Workload:
-    """Self-attention: as many keys as queries, one head dim."""
-    return Workload(name, batch, seqlen, seqlen, heads_q, heads_kv, head_dim, head_dim, causal, None, dtype)
-
-
-def packed(
-    name: str, lengths: tuple[int, ...], heads_q: int, heads_kv: int, head_dim: int, causal: bool = True, dtype="bfloat16"
-) -> Workload:
-    """Self-attention of packed sequences."""
-    longest = max(lengths)
-    return Workload(name, len(lengths), longest, longest, heads_q, heads_kv, head_dim, head_dim, causal, None, dtype, lengths)
-
+__all__ = ["DIRECTIONS", "MIXED", "SUITES", "WORKLOADS", "Workload", "packed", "select", "square"]
 
 def fa3_grid() -> tuple[Workload, ...]:
     """The grid of the FlashAttention-3 paper (Shah et al. 2024, section 4.1): 16 384 tokens a batch, heads x head dim = 2048."""

@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 from benchmarks import host_overhead, memory, report, run
-from benchmarks.providers import Inputs
-from benchmarks.timing import Call
 from benchmarks.workloads import MIXED, SUITES, WORKLOADS, Workload, packed, select, square
 
 from flashattn.dispatch.table import padded_head_dim
 from flashattn.reference import keep_mask
+from flashattn.roofline.peers import Inputs
+from flashattn.roofline.timing import Call
 
 CPU = torch.device("cpu")
 TINY = square("tiny", 1, 24, 2, 1, 16, True, "float32")

@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.workloads import Workload
-from flashattn.dispatch.table import KERNELS
+from ..dispatch.table import KERNELS
+from .workload import Workload
 
 Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -162,7 +162,7 @@ def ours(impl: str | None, **options) -> Provider:
     """This library: the named implementation, or what it chooses by itself (None)."""
 
     def bind(workload: Workload, device: torch.device) -> Attend:
-        from flashattn import attention, attention_varlen
+        from ..api import attention, attention_varlen
 
         if workload.packed:
             cu, longest = cu_seqlens(workload, device), max(workload.lengths)

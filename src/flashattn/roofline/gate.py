@@ -18,8 +18,9 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from benchmarks.providers import Closures, Inputs, Provider, attempt
-from benchmarks.workloads import Workload
+from ..reference import attention_reference, attention_varlen_reference
+from .peers import Closures, Inputs, Provider, attempt
+from .workload import Workload
 
 Reference = Callable[..., Tensor]
 
@@ -57,8 +58,6 @@ def excess(name: str, x: Tensor, low: Tensor, ref: Tensor, eps: float) -> str | 
 
 
 def flashattn_reference(workload: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flashattn.reference import attention_reference, attention_varlen_reference
-
     if workload.packed:
         cu = [0, *accumulate(workload.lengths)]
         packed = (x.squeeze(0) for x in (q, k, v))
