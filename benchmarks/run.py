@@ -21,44 +21,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.workloads import DIRECTIONS, SUITES, Workload, select
-from flashattn.roofline.gate import Gate, disagreement
+from flashattn.roofline.gate import Gate, admit
 from flashattn.roofline.peers import Closures, Inputs, Provider, attempt, choose
 from flashattn.roofline.timing import Call, Clock, clock_for, gpu_state, interleave
-
-# whose result the others must agree with at the real size: the first of these that passed the oracle, then anyone
-ANCHORS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "torch-varlen", "fa3", "fa2")
-
-
-def admit(
-    workload: Workload, direction: str, providers: tuple[Provider, ...], gate: Gate
-) -> tuple[dict[str, Closures], dict[str, dict]]:
-    """(closures of the providers that may be timed, for every provider what the gate found: error, against, difference, failure)."""
-    rank = {name: index for index, name in enumerate(ANCHORS)}
-    inputs = Inputs(workload, gate.device)
-    admitted: dict[str, Closures] = {}
-    found: dict[str, dict] = {}
-    anchor, expected = None, {}
-    for provider in sorted(providers, key=lambda p: rank.get(p.name, len(rank))):
-        verdict = gate.judge(provider, workload, direction)
-        entry = {"error": verdict.error, "against": None, "difference": None, "failure": verdict.failure}
-        found[provider.name] = entry
-        if verdict.failure:
-            continue
-        closures = provider.closures(inputs)
-        if isinstance(closures, str):
-            entry["failure"] = closures
-            continue
-        results, entry["failure"] = attempt(partial(closures.results, direction))
-        if entry["failure"]:
-            continue
-        if anchor is None:
-            anchor, expected = provider.name, results
-        else:
-            difference, entry["failure"] = disagreement(results, expected, verdict.error, found[anchor]["error"])
-            entry["against"], entry["difference"] = anchor, difference if difference == difference else None
-        if not entry["failure"]:
-            admitted[provider.name] = closures
-    return admitted, found
 
 
 def measure(

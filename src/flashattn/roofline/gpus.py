@@ -100,9 +100,8 @@ def find(name: str) -> GPU:
     if found := detect(name):
         return found
     close = difflib.get_close_matches(_plain(name), by_name, n=3, cutoff=0.3) or list(by_name)
-    raise ValueError(
-        f"no GPU {name!r} in the table; closest: {', '.join(by_name[key].name for key in close)}; or give its peak and bandwidth by hand"
-    )
+    names = ", ".join(by_name[key].name for key in close)
+    raise ValueError(f"no GPU {name!r} in the table; closest: {names}; or give its peak and bandwidth by hand (--peak, --bandwidth)")
 
 
 def detect(device_name: str) -> GPU | None:

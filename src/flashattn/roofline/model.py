@@ -103,6 +103,18 @@ def mfu(flops_per_token: float, tokens_per_second: float, peak: float, gpus: int
     return flops_per_token * tokens_per_second / (peak * gpus)
 
 
+def useful_flops(utilisation: float, peak: float, gpus: int = 1) -> float:
+    """FLOP/s that `gpus` GPUs of `peak` FLOP/s turn into useful work at an MFU of `utilisation`. ValueError unless that is in (0, 1]."""
+    if not 0 < utilisation <= 1:
+        raise ValueError(f"utilisation={utilisation!r}: expected more than 0 and at most 1")
+    return utilisation * peak * gpus
+
+
+def training_days(flops: float, useful: float) -> float:
+    """Days that `flops` FLOPs take at `useful` FLOP/s."""
+    return flops / useful / 86400
+
+
 @dataclass(frozen=True)
 class Reading:
     """Of one interval: tokens/s of all GPUs together, and the MFU (None where the peak isn't known)."""

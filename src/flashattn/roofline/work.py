@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from ..problem import Problem, default_scale, kept_pairs, window_pairs
 
 PASSES = ("forward", "backward")
+ITEMSIZE = {"bfloat16": 2, "float16": 2, "float8": 1, "float32": 4, "tf32": 4}
 RMSNORM_FLOPS = 4  # an element: square, add, times the reciprocal root, times the weight
 SOFTMAX_FLOPS = 5  # an element: maximum, subtract, exponential, add, divide
 
