@@ -21,8 +21,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.workloads import square
+from flashattn.roofline.calls import Inputs, attempt
 from flashattn.roofline.gate import Gate
-from flashattn.roofline.peers import Inputs, attempt, choose
+from flashattn.roofline.peers import choose
 from flashattn.roofline.timing import Call, gpu_state, turn_order
 
 SMALL = square("host-s128-d64", 1, 128, 8, 8, 64, True)

@@ -19,8 +19,9 @@ import torch
 
 from benchmarks import report
 from benchmarks.workloads import Workload, square
+from flashattn.roofline.calls import Closures, Inputs, Provider, attempt
 from flashattn.roofline.gate import Gate
-from flashattn.roofline.peers import Closures, Inputs, Provider, attempt, choose
+from flashattn.roofline.peers import choose
 
 PROVIDERS = ("flashattn-portable", "sdpa-flash")
 

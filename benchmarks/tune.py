@@ -33,8 +33,8 @@ from benchmarks.workloads import WORKLOADS, Workload
 from flashattn.dispatch.configs import Config
 from flashattn.dispatch.configs.portable import ROWS
 from flashattn.dispatch.table import TABLES, padded_head_dim, portable_rows
+from flashattn.roofline.calls import Inputs, attempt, cu_seqlens
 from flashattn.roofline.gate import Gate, excess, relative_error
-from flashattn.roofline.peers import Inputs, attempt, cu_seqlens
 from flashattn.roofline.timing import Call, clock_for, interleave
 
 # kernel -> (what it writes, products of length head_dim, products of length head_dim_v); delta has no products, so its bytes are counted

@@ -5,12 +5,14 @@ What a workload is, and how much work it is, is in `flashattn.roofline.workload`
 Surprising fact: a suite of one paper is a shape that another paper left out: nobody's grid has grouped heads, a window and short sequences.
 """
 
+import math
 import random
 from dataclasses import replace
 
 from flashattn.roofline.workload import DIRECTIONS, Workload, packed, square
 
 __all__ = ["DIRECTIONS", "MIXED", "SUITES", "WORKLOADS", "Workload", "packed", "select", "square"]
+
 
 def fa3_grid() -> tuple[Workload, ...]:
     """The grid of the FlashAttention-3 paper (Shah et al. 2024, section 4.1): 16 384 tokens a batch, heads x head dim = 2048."""
@@ -84,6 +86,64 @@ def kinds() -> tuple[Workload, ...]:
     )
 
 
+def models() -> tuple[Workload, ...]:
+    """Attention of models that people run, 16 384 tokens each, causal: their heads, head dims and windows, from the papers and cards.
+
+    gpt-oss keeps 128 keys in every other layer, the query's own among them. DeepSeek-V3 is the form in which it is trained, with the
+    latent expanded: 192 for queries and keys, 128 for values.
+    """
+    made = {"llama3-70b": (64, 8, 128), "qwen3-32b-64-8": (64, 8, 128), "qwen3-235b-64-4": (64, 4, 128), "gpt-oss-full": (64, 8, 64)}
+    lengths = {"llama3-70b": (2048, 8192), "qwen3-32b-64-8": (4096, 16384), "qwen3-235b-64-4": (4096,), "gpt-oss-full": (2048, 8192)}
+    grouped = [
+        square(f"{name}-s{seqlen}", 16384 // seqlen, seqlen, *made[name], True) for name, found in lengths.items() for seqlen in found
+    ]
+    window = [
+        replace(square(f"gpt-oss-window-128-s{seqlen}", 16384 // seqlen, seqlen, 64, 8, 64, True), window=(127, 0))
+        for seqlen in (2048, 8192)
+    ]
+    latent = [Workload(f"deepseek-v3-s{seqlen}", 16384 // seqlen, seqlen, seqlen, 128, 128, 192, 128, True) for seqlen in (2048, 8192)]
+    return (*(workload for workload in llama3_8b() if workload.seqlen_q in (2048, 8192)), *grouped, *window, *latent)
+
+
+def _log_normal(total: int, median: int, sigma: float, most: int) -> tuple[int, ...]:
+    """Lengths whose logarithm is normal, as those of documents nearly are; the same every time, the last is what is left."""
+    draw, lengths = random.Random(0), []
+    while total > 0:
+        lengths.append(min(max(1, round(draw.lognormvariate(math.log(median), sigma))), most, total))
+        total -= lengths[-1]
+    return tuple(lengths)
+
+
+def varlen() -> tuple[Workload, ...]:
+    """32 768 tokens of packed causal documents: lengths log-normal around a median of 500, up to 8192, in batches of multi-head and grouped
+    attention, and of chat turns (median 120)."""
+    documents, turns = _log_normal(32768, 500, 1.2, 8192), _log_normal(32768, 120, 0.9, 2048)
+    return (
+        packed("varlen-documents-d64", documents, 32, 32, 64),
+        packed("varlen-documents-d128", documents, 16, 16, 128),
+        packed("varlen-documents-gqa-32-8", documents, 32, 8, 128),
+        packed("varlen-turns-d128", turns, 16, 16, 128),
+        packed("varlen-turns-gqa-32-8", turns, 32, 8, 128),
+    )
+
+
+def short() -> tuple[Workload, ...]:
+    """Sequences of a tile or two, 16 384 tokens a batch: what is left of a kernel when its loop hardly runs."""
+    return tuple(
+        square(f"short-d{head_dim}-s{seqlen}{'-causal' if causal else ''}", 16384 // seqlen, seqlen, heads, heads, head_dim, causal)
+        for head_dim, heads in ((64, 16), (128, 16))
+        for causal in (False, True)
+        for seqlen in (64, 128, 197, 256)
+    )
+
+
+def papers() -> tuple[Workload, ...]:
+    """Shapes that papers measured: GPT-2 medium's attention (Dao et al. 2022, figure 2: S 1024, D 64, 16 heads, batch 64), fp16."""
+    return tuple(
+        square(f"gpt2-medium-s1024{'-causal' if causal else ''}", 64, 1024, 16, 16, 64, causal, "float16") for causal in (False, True)
+    )
+
+
 def smoke() -> tuple[Workload, ...]:
     """Tiny shapes that take every path of the benchmark in seconds on a CPU; their speeds mean nothing.
 
@@ -97,7 +157,10 @@ def smoke() -> tuple[Workload, ...]:
     )
 
 
-SUITES = {"fa3": fa3_grid(), "llama3": llama3_8b(), "packed": packed_16k(), "dims": odd_head_dims(), "kinds": kinds(), "smoke": smoke()}
+SUITES = {
+    "fa3": fa3_grid(), "llama3": llama3_8b(), "packed": packed_16k(), "dims": odd_head_dims(), "kinds": kinds(), "models": models(),
+    "varlen": varlen(), "short": short(), "papers": papers(), "smoke": smoke(),
+}  # fmt: skip
 WORKLOADS = {workload.name: workload for suite in SUITES.values() for workload in suite}
 
 

@@ -15,8 +15,9 @@ from benchmarks import run
 from benchmarks.workloads import DIRECTIONS, square
 
 from flashattn.dispatch.table import KERNELS
+from flashattn.roofline.calls import Inputs, Provider, attempt
 from flashattn.roofline.gate import Gate, disagreement, excess
-from flashattn.roofline.peers import PROVIDERS, Inputs, Provider, attempt, choose
+from flashattn.roofline.peers import PROVIDERS, choose
 from flashattn.roofline.timing import Call, Sample, WallClock, gpu_state, interleave, turn_order
 
 CPU = torch.device("cpu")

@@ -35,8 +35,9 @@ ARROWS = {
     "flashattn.roofline.memory": ({"roofline.gpus", "roofline.work"}, set()),
     "flashattn.roofline.model": ({"roofline.gpus", "roofline.work"}, set()),
     "flashattn.roofline.timing": (set(), {"torch"}),
-    "flashattn.roofline.peers": ({"api", "dispatch", "roofline.workload"}, {"torch"}),  # on top of the house
-    "flashattn.roofline.gate": ({"reference", "roofline.peers", "roofline.workload"}, {"torch"}),
+    "flashattn.roofline.calls": ({"roofline.workload"}, {"torch"}),
+    "flashattn.roofline.peers": ({"api", "dispatch", "roofline.calls", "roofline.workload"}, {"torch"}),  # on top of the house
+    "flashattn.roofline.gate": ({"reference", "roofline.calls", "roofline.workload"}, {"torch"}),
     "flashattn.roofline.workload": ({"problem", "roofline.work"}, {"torch"}),
     "flashattn.roofline.measure": ({"roofline"}, {"torch"}),
     "flashattn.roofline.cli": ({"reference", "roofline"}, {"torch"}),

@@ -13,8 +13,9 @@ import torch
 from click.testing import CliRunner
 
 from flashattn.roofline import cli, find, measure, plot, report
+from flashattn.roofline.calls import Provider
 from flashattn.roofline.gate import Gate
-from flashattn.roofline.peers import PROVIDERS, Provider
+from flashattn.roofline.peers import PROVIDERS
 from flashattn.roofline.timing import Call, Sample
 from flashattn.roofline.work import Work
 from flashattn.roofline.workload import square

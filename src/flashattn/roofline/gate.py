@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..reference import attention_reference, attention_varlen_reference
-from .peers import Closures, Inputs, Provider, attempt
+from .calls import Closures, Inputs, Provider, attempt
 from .workload import Workload
 
 Reference = Callable[..., Tensor]

@@ -14,9 +14,9 @@ from functools import partial
 import torch
 
 from .bound import Bound, bound_of
+from .calls import Provider
 from .gate import Gate, admit
 from .gpus import GPU
-from .peers import Provider
 from .timing import Call, Clock, Sample, interleave
 from .work import Work, matmul
 from .workload import PASSES, Workload
