@@ -1,6 +1,6 @@
-"""Suites, and what a benchmark says beside milliseconds: the roofline, memory, DRAM bytes, another commit, pictures. No GPU is needed.
+"""Suites, what a row says beside milliseconds, and the textbook among the peers. No GPU is needed.
 
-The surprising fact: a tool that needs a GPU, ncu or two checkouts is mostly arithmetic on text, and that can be tested anywhere.
+The surprising fact: the textbook's attention passes the gate easily; rounding the scores costs it little, moving them costs it everything.
 """
 
 from dataclasses import replace
