@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.readme import GPU, is_ours
-from benchmarks.report import RESULTS
+from benchmarks.report import RESULTS, plain_table
 from benchmarks.workloads import WORKLOADS, Workload
 from flashattn.roofline import detect, plot
 from flashattn.roofline.workload import PASSES
@@ -60,6 +60,15 @@ def memory_series(data: dict) -> dict[str, dict[int, float]]:
     return found
 
 
+def listed(data: dict) -> str:
+    """`points` as text: how near each is to the roofline of its GPU's data sheet."""
+    known, lines = detect(data["gpu"]), []
+    for point in points(data["rows"]):
+        roof = None if known is None else min(known.peak("bfloat16"), point.intensity * known.bandwidth)
+        lines.append([point.label, f"{point.intensity:.0f}", f"{point.flops / 1e12:.0f}", f"{point.flops / roof:.0%}" if roof else "-"])
+    return plain_table(["kernel", "FLOP/byte", "TFLOP/s", "of roofline"], lines)
+
+
 def draw(results: Path, out: Path, suite: str, ending: str) -> list[Path]:
     """Every picture that the results of GPU have something for."""
     made, data = [], json.loads((results / f"{GPU}-{suite}.json").read_text(encoding="utf-8"))
@@ -86,9 +95,13 @@ def main(argv: list[str] | None = None) -> int:
     p.add_argument("--results", type=Path, default=RESULTS)
     p.add_argument("--out", type=Path, default=RESULTS, help="folder (default benchmarks/results)")
     p.add_argument("--ending", choices=("png", "svg"), default="png")
+    p.add_argument("--list", action="store_true", help="draw nothing, print the points of the roofline")
     args = p.parse_args(argv)
     if not (args.results / f"{GPU}-{args.suite}.json").exists():
         p.error(f"no {GPU}-{args.suite}.json in {args.results}: run python -m benchmarks.run --suite {args.suite}")
+    if args.list:
+        print(listed(json.loads((args.results / f"{GPU}-{args.suite}.json").read_text(encoding="utf-8"))))
+        return 0
     for path in draw(args.results, args.out, args.suite, args.ending):
         print(f"wrote {path}")
     return 0

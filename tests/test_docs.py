@@ -1,7 +1,7 @@
 """What the documents say runs, and what they point to is there.
 
-The python blocks of README.md run in order, in one namespace, as a reader would type them. A block that can't run everywhere is fenced
-```python no-run. Links to other sites are not followed.
+The python blocks of README.md and of the pages in docs run in order, in one namespace, as a reader would type them. A block that can't run
+everywhere is fenced ```python no-run. What a ```console block shows is what its commands print. Links to other sites are not followed.
 """
 
 import json
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from benchmarks import readme
+from benchmarks import console, readme
 
 REPOSITORY = Path(__file__).parent.parent
-DOCUMENTS = sorted(REPOSITORY.glob("*.md"))
+PAGES = sorted(REPOSITORY.glob("docs/*.md"))
+DOCUMENTS = [*sorted(REPOSITORY.glob("*.md")), *PAGES]
 
 
 class Block(NamedTuple):
@@ -64,11 +65,19 @@ def broken_links(document: Path) -> list[str]:
     return broken
 
 
-def test_the_readme_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("document", [REPOSITORY / "README.md", *PAGES], ids=lambda document: document.name)
+def test_code_in_documents_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what it writes stays out of the repository
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert runnable(text), "README.md shows no code that runs"
-    run("README.md", text)
+    text = document.read_text(encoding="utf-8")
+    assert runnable(text), f"{document.name} shows no code that runs"
+    run(document.name, text)
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda document: document.name)
+def test_pages_show_what_their_commands_print(document):
+    """Not so? `python -m benchmarks.console docs/PAGE.md` runs them anew."""
+    text = document.read_text(encoding="utf-8")
+    assert console.BLOCK.search(text) and console.replaced(text) == text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -195,6 +204,19 @@ def test_blocks_run_in_order_and_errors_name_their_line():
     last = error.traceback[-1]
     assert (str(last.path).endswith("planted.md"), last.lineno + 1) == (True, 17)
     assert PLANTED.splitlines()[16] == "raise LookupError(c)"
+
+
+def test_stale_output_is_found_and_written_anew(tmp_path, capsys):
+    path, tally = tmp_path / "page.md", "python -m flashattn.roofline lab --tally"
+    path.write_text(f"before\n```console\n$ {tally}\nstale\n```\n```sh\n$ {tally}\n```\n")
+    assert console.main([str(path), "--check"]) == 1 and "out of date" in capsys.readouterr().out and "stale" in path.read_text()
+    assert console.main([str(path)]) == 0 and console.main([str(path), "--check"]) == 0
+    text = path.read_text()
+    assert text.startswith(f"before\n```console\n$ {tally}\nA running tally") and "stale" not in text
+    assert text.endswith(f"4.8046\n```\n```sh\n$ {tally}\n```\n")
+    assert console.output("python -m flashattn.roofline ops --gpu none").startswith("flashattn.roofline: no GPU 'none'")
+    with pytest.raises(ValueError, match="'rm -r x': expected a command that begins with"):
+        console.output("rm -r x")
 
 
 def test_broken_links_are_found(tmp_path):

@@ -54,8 +54,9 @@ def roofline(gpu: GPU, dtype: str, measured: Sequence[Point] = (), ceilings: tup
     marks = "osD^v<>Phx"
     for index, point in enumerate(attained(gpu, dtype)):
         axes.plot(point.intensity, point.flops / 1e12, marks[index % len(marks)], mfc="none", label=point.label)
-    for index, point in enumerate(measured):
-        axes.plot(point.intensity, point.flops / 1e12, marks[index % len(marks)], label=point.label)
+    for index, point in enumerate(measured):  # after ten colours the same again with a black edge
+        edge = {"markeredgecolor": "black"} if index >= 10 else {}
+        axes.plot(point.intensity, point.flops / 1e12, marks[index % len(marks)], color=f"C{index % 10}", label=point.label, **edge)
     axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of device memory", ylabel="TFLOP/s", xlim=(low, high))
     axes.set_title(f"Roofline, {dtype}: open marks are the model's, filled ones were measured")
     axes.legend(fontsize=7, loc="lower right")
@@ -71,6 +72,8 @@ def against_length(series: dict[str, dict[int, float]], ylabel: str, title: str,
         lengths = sorted(values)
         axes.plot(lengths, [values[n] for n in lengths], "o-", label=name, linewidth=2.5 if name.startswith("flashattn") else 1.2)
     axes.set_xscale("log", base=2)
+    ticks = sorted({length for values in series.values() for length in values})
+    axes.set_xticks(ticks, [f"{length}" for length in ticks], fontsize=8)
     axes.set(xlabel="sequence length", ylabel=ylabel, title=title)
     if log:
         axes.set_yscale("log")
