@@ -53,6 +53,7 @@ class Side:
         )
         found = self.ask(do="start", device=device, timing=timing.__file__)
         if not Path(found["file"]).is_relative_to(source):
+            self.close()
             raise RuntimeError(f"{name} imported {found['file']}, which is not under {source}")
 
     def ask(self, **question) -> dict:

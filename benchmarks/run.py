@@ -95,7 +95,7 @@ def names(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Attention providers, gated and timed in one interleaved run.")
-    p.add_argument("--suite", required=True, choices=SUITES, help=f"or {', '.join(ELSEWHERE)}, then first of all options")
+    p.add_argument("--suite", required=True, choices=SUITES, help=f"or {', '.join(ELSEWHERE)}, which have options of their own")
     p.add_argument("--directions", type=names, default=DIRECTIONS, help="fwd,bwd")
     p.add_argument("--providers", type=names, default=None, help="see flashattn/roofline/peers.py; default: our kernels, fast peers")
     p.add_argument("--rounds", type=int, default=7, help="turns of each provider; the median is kept (default 7)")
@@ -147,8 +147,11 @@ def run_suite(
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["--suite"] and argv[1:2] and argv[1] in ELSEWHERE:
-        return ELSEWHERE[argv[1]](argv[2:])
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--suite")
+    asked, rest = first.parse_known_args(argv)
+    if asked.suite in ELSEWHERE:
+        return ELSEWHERE[asked.suite](rest)
     command_line = parser()
     args = command_line.parse_args(argv)
     try:

@@ -99,4 +99,4 @@ def test_standard_attention_says_what_it_has_not():
 @pytest.mark.parametrize("suite", run.ELSEWHERE)
 def test_other_suites_are_run_by_their_modules(suite, monkeypatch):
     monkeypatch.setitem(run.ELSEWHERE, suite, lambda argv: argv)
-    assert run.main(["--suite", suite, "--json", "x"]) == ["--json", "x"]
+    assert run.main(["--suite", suite, "--json", "x"]) == ["--json", "x"] == run.main(["--json", "x", f"--suite={suite}"])

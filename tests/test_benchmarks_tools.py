@@ -13,7 +13,8 @@ import torch
 from benchmarks import compare, dram, memory, plot
 from benchmarks.workloads import WORKLOADS
 
-from flashattn.dispatch.table import hopper_rows
+from flashattn.dispatch.table import hopper_rows, portable_rows
+from flashattn.roofline import memory as laboratory
 
 # -------------------- memory
 
@@ -87,7 +88,10 @@ def test_the_laboratory_predicts_gpt2_medium():
     assert ours["no_l2"] == heads * (2 * nd + 2 * nd * -(-1024 // row.block_m) + 4 * 1024)
     assert ours["once"] == workload.minimal_bytes("fwd") < ours["no_l2"] < standard[0]
     portable = dram.predicted(workload, "flashattn-portable", "bwd", (8, 0))
-    assert workload.minimal_bytes("bwd") < portable["no_l2"]
+    rows = portable_rows(replace(workload.problem(), capability=(8, 0)))
+    tile = rows.get("dkdv") or rows["dk"]
+    apart, together = (laboratory.flash(1024, 64, tile.block_m, tile.block_n, 2, "backward", fused) for fused in (False, True))
+    assert portable["no_l2"] == heads * apart.total != heads * together.total, "the portable backward has two passes"
     assert dram.predicted(WORKLOADS["gpt2-medium-s1024-causal"], "flashattn", "fwd", (9, 0)) is None, "it knows no masks"
 
 
@@ -177,6 +181,14 @@ def test_a_worker_runs_the_commit_it_was_given(repository, tmp_path):
     finally:
         side.close()
     assert side.process.returncode == 0
+
+
+def test_a_worker_that_imports_something_else_is_found(tmp_path):
+    package = tmp_path / "src" / "flashattn"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("__file__ = '/elsewhere/flashattn/__init__.py'\n")
+    with pytest.raises(RuntimeError, match=r"old imported /elsewhere/flashattn/__init__\.py, which is not under"):
+        compare.Side("old", tmp_path / "src", "cpu")
 
 
 @pytest.mark.slow

@@ -151,6 +151,25 @@ def test_other_suites_get_tables_of_their_own(tmp_path):
     assert "heads x dim 2048 or 4096" in text and "h200-packed.json" in text
 
 
+def test_the_papers_tables_are_told_when_they_were_measured(tmp_path):
+    results(tmp_path, ROWS)
+    size = [{"provider": "flashattn", "seqlen": 4096, "peak_bytes": 2**29, "failure": None}]
+    one = {"provider": "standard", "read": 3e9, "written": 1e9, "ms": 2.0, "predicted": None}
+    moved = [one | {"direction": direction} for direction in ("fwd", "bwd")]
+    for name, rows in (("memory-paper", size), (readme.DRAM, moved)):
+        document = {"date": "2030-01-02T03:04:05Z", "command": f"measure {name}", "rows": rows}
+        (tmp_path / f"h200-{name}.json").write_text(json.dumps(document))
+    text = " ".join(readme.section(tmp_path).split())
+    assert "flash at 4096: published 836 MB (A100, Dao et al. 2022); measured MiB: flashattn 512;" in text
+    assert "(benchmarks/results/h200-dram-gpt2-medium-s1024.json), 2030-01-02): standard: 8.0 GB and 4.00 ms" in text
+    assert "40.3 -> 4.4 GB" in text and "measure memory-paper measure dram-gpt2-medium-s1024 python -m benchmarks.readme" in text
+
+
+def test_a_window_is_in_the_label():
+    labels = [readme.label(readme.WORKLOADS[name]) for name in ("gpt-oss-window-128-s2048", "gpt-oss-full-s2048")]
+    assert labels == ["D 64, S 2048, heads 64/8, causal, window 128", "D 64, S 2048, heads 64/8, causal"]
+
+
 def test_results_of_different_versions_are_refused(tmp_path):
     results(tmp_path, ROWS)
     data = json.loads((tmp_path / "h200-fa3.json").read_text())

@@ -4,10 +4,13 @@ The surprising fact: all of them follow from two numbers of a data sheet and fro
 """
 
 import dataclasses
+import inspect
 import math
+import re
 
 import pytest
 
+from flashattn import roofline
 from flashattn.roofline import GPUS, MFUMeter, Transformer, bound_of, by_hand, detect, find, mfu, ridge, train_flops_per_token
 from flashattn.roofline.bound import smallest_rows
 from flashattn.roofline.model import MODELS, training_days, useful_flops
@@ -15,6 +18,15 @@ from flashattn.roofline.report import operations
 from flashattn.roofline.work import Work, matmul
 
 H100 = find("H100")
+
+
+@pytest.mark.parametrize("name", [name for name in roofline.__all__ if callable(getattr(roofline, name))])
+def test_public_docstrings_name_every_argument(name):
+    """Or field, where it is data."""
+    thing = getattr(roofline, name)
+    doc = inspect.getdoc(thing)
+    missing = [argument for argument in inspect.signature(thing).parameters if not re.search(rf"\b{argument}\b", doc)]
+    assert not missing, f"the docstring of flashattn.roofline.{name} doesn't name {', '.join(missing)}"
 
 
 # ----------------------------------------------------------------------------------------------------------------- the GPU table

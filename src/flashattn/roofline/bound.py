@@ -20,7 +20,8 @@ from .work import Work
 
 @dataclass(frozen=True)
 class Bound:
-    """compute_s, memory_s: seconds that the arithmetic and the memory traffic take alone. ridge: FLOP/byte."""
+    """The least time of some `work` on a GPU. compute_s, memory_s: seconds that its arithmetic and its bytes take alone. ridge: FLOP/byte
+    of the GPU."""
 
     work: Work
     compute_s: float
@@ -49,7 +50,7 @@ class Bound:
 
 
 def ridge(gpu: GPU, dtype: str = "bfloat16") -> float:
-    """FLOP/byte at which both limits take the same time."""
+    """FLOP/byte at which both limits of `gpu` take the same time: peak of `dtype` over bandwidth. ValueError if it has no such peak."""
     return gpu.peak(dtype) / gpu.bandwidth
 
 

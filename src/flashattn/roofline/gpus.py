@@ -16,9 +16,13 @@ KB, MB, GB, TB, TFLOPS = 1024, 1024**2, 10**9, 10**12, 10**12  # caches are coun
 
 @dataclass(frozen=True)
 class GPU:
-    """peaks: {dtype: FLOP/s of dense matrix products, fp32 accumulation}; "tf32" is float32 rounded to 10 bits of mantissa, "float32" runs
-    on the ordinary cores. memory and bandwidth: bytes and bytes/s. marks: what torch's name of the device has in it, all of them.
-    source: the document. capability: of NVIDIA GPUs."""
+    """What the maker says of a GPU, by its `name`.
+
+    peaks: {dtype: FLOP/s of dense matrix products, fp32 accumulation}; "tf32" is float32 rounded to 10 bits of mantissa, "float32" runs
+    on the ordinary cores. memory and bandwidth: bytes and bytes/s of device memory. sms: how many SMs, or compute units. smem_per_sm and
+    smem_per_block: bytes of shared memory that an SM has and that one program may ask for. registers_per_sm, l2: bytes. marks: what
+    torch's name of the device has in it, all of them. source: the document. capability: of NVIDIA GPUs, else None.
+    """
 
     name: str
     peaks: dict[str, float]
@@ -105,7 +109,7 @@ def find(name: str) -> GPU:
 
 
 def detect(device_name: str) -> GPU | None:
-    """The first row whose marks are all in torch's name of a device; None for a GPU that isn't in the table, or is a part of one (MIG)."""
+    """The first row whose marks are all in device_name, torch's name of a device; None for one that isn't in the table, or a part (MIG)."""
     plain = f" {device_name.replace('-', ' ').replace('_', ' ')} ".lower()
     if UNLIKE & set(plain.split()):
         return None
@@ -113,7 +117,7 @@ def detect(device_name: str) -> GPU | None:
 
 
 def by_hand(peak: float, bandwidth: float, like: GPU, name: str = "given by hand") -> GPU:
-    """A GPU of `peak` FLOP/s in every dtype and `bandwidth` bytes/s; what else there is to know is taken from `like`.
+    """A GPU called `name` of `peak` FLOP/s in every dtype and `bandwidth` bytes/s; what else there is to know is taken from `like`.
 
     ValueError unless both are positive.
     """

@@ -79,10 +79,11 @@ MODELS = {  # what their makers published of them: Llama 3 (Grattafiori et al. 2
 
 
 def train_flops_per_token(parameters: int, layers: int = 0, width: int = 0, seqlen: int = 0, causal: bool = False) -> float:
-    """FLOPs of a forward and a backward pass for one token: 6 N + 12 L C T, where C is heads x head_dim and the second term is attention's.
+    """FLOPs of a forward and a backward pass for one token: 6 N + 12 L C T, of which the second term is attention's.
 
-    6 N: 2 a parameter forward and 4 backward. 12 L C T: q k^T and p v over T keys, three times 4 C T a layer; half of it when the mask
-    is causal. Without layers, width and seqlen the attention term is left out. ValueError if only some of the three are given.
+    6 N: 2 forward and 4 backward for each of the N parameters. 12 L C T: q k^T and p v over T = seqlen keys, three times 4 C T in each of
+    L = layers layers of C = width = heads x head_dim; half of it when the mask is causal. Without layers, width and seqlen the attention
+    term is left out. ValueError if only some of the three are given.
 
     Source: Chowdhery et al. 2022 (PaLM), appendix B; the half is not in it.
     """
@@ -93,7 +94,8 @@ def train_flops_per_token(parameters: int, layers: int = 0, width: int = 0, seql
 
 
 def mfu(flops_per_token: float, tokens_per_second: float, peak: float, gpus: int = 1) -> float:
-    """Model FLOPs utilisation: useful FLOP/s over the peak FLOP/s of all GPUs. ValueError unless all are positive.
+    """Model FLOPs utilisation: flops_per_token x tokens_per_second (of all GPUs together) over `peak` FLOP/s of each of the `gpus`.
+    ValueError unless all are positive.
 
     Source: Chowdhery et al. 2022 (PaLM), section 4.1.
     """

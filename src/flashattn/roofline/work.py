@@ -22,7 +22,8 @@ SOFTMAX_FLOPS = 5  # an element: maximum, subtract, exponential, add, divide
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs and bytes; they add up when operations run one after the other and nothing stays on chip between them."""
+    """Amounts of work: flops, and bytes of device memory. They add up when operations run one after the other and nothing stays on chip
+    between them."""
 
     flops: int
     bytes: int
@@ -105,7 +106,7 @@ def attention(
     lengths: Iterable[tuple[int, int]] | None = None,
     blocks: tuple[Sequence[Sequence[bool]], int, int] | None = None,
 ) -> Work:
-    """Fused attention, one pass of a call.
+    """Fused attention: one pass, `direction` "forward" or "backward", of the call that `problem` describes.
 
     With D = head_dim, Dv = head_dim_v and the kept pairs of all query heads and batch entries:
     forward 2 pairs (D + Dv), the products Q K^T and P V: 4 B H Sq Sk D without a mask and with D = Dv;
