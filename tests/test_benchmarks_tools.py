@@ -7,14 +7,16 @@ import json
 import shutil
 import subprocess
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import compare, dram, memory, plot
+from benchmarks import compare, dram, memory, plot, report
 from benchmarks.workloads import WORKLOADS
 
 from flashattn.dispatch.table import hopper_rows, portable_rows
 from flashattn.roofline import memory as laboratory
+from flashattn.roofline.workload import PASSES
 
 # -------------------- memory
 
@@ -112,6 +114,47 @@ def test_dram_without_a_gpu_exits_with_2(capsys):
     with pytest.raises(SystemExit) as stopped:
         dram.main([])
     assert stopped.value.code == 2 and "needs a CUDA device" in capsys.readouterr().err
+
+
+@pytest.fixture
+def as_if_cuda(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(report, "device_name", lambda device: "NVIDIA H200")
+
+
+def test_dram_from_ncu_to_file(as_if_cuda, monkeypatch, tmp_path, capsys):
+    """As on a GPU, but that ncu's answer and the times are planted."""
+    both = {"placed": [{"name": "standard", "ms": 4.0}, {"name": "flashattn", "ms": 1.5}]}
+    placed = dict.fromkeys(PASSES.values(), both)
+    monkeypatch.setattr(dram, "measure", lambda *_, **__: placed)
+    monkeypatch.setattr(dram.shutil, "which", lambda name: name)
+    monkeypatch.setattr(dram.subprocess, "run", lambda command, **_: SimpleNamespace(stdout=NCU, stderr=""))
+    path = tmp_path / "d.json"
+    assert dram.main(["--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert [(row["provider"], row["direction"], row["ms"]) for row in found["rows"]] == [
+        ("standard", "fwd", 4.0), ("standard", "bwd", 4.0), ("flashattn", "fwd", 1.5), ("flashattn", "bwd", 1.5)]  # fmt: skip
+    assert all(row["read"] == 2_001_234_567 and row["written"] == 3_012_500 and row["predicted"]["no_l2"] > 0 for row in found["rows"])
+    assert "flashattn: 4.0 GB and 3.00 ms, forward and backward" in capsys.readouterr().out
+    monkeypatch.setattr(dram.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit) as stopped:
+        dram.main([])
+    assert stopped.value.code == 2 and "no ncu on the PATH" in capsys.readouterr().err
+
+
+def test_the_papers_memory_from_options_to_file(as_if_cuda, monkeypatch, tmp_path, capsys):
+    def measured(provider, workload, lengths, gate):
+        assert (workload, lengths) == (memory.PAPER, memory.PAPER_LENGTHS)
+        return [{"provider": provider.name, "seqlen": n, "extra_bytes": n, "peak_bytes": n * 2**20, "failure": None} for n in lengths]
+
+    monkeypatch.setattr(memory, "measure", measured)
+    path = tmp_path / "m.json"
+    assert memory.main(["--paper", "--json", str(path), "--baseline", "standard"]) == 0
+    found = json.loads(path.read_text())
+    assert found["suite"] == "memory-paper" and found["workload"]["batch"] == 16 and len(found["rows"]) == 3 * 10
+    assert "flash at 65536: published 13,376 MB (A100, Dao et al. 2022); measured MiB: flashattn 65,536, sdpa-flash 65,536" in (
+        capsys.readouterr().out)  # fmt: skip
 
 
 # -------------------- another commit

@@ -191,19 +191,26 @@ def lab_command(gpu, dtype: str, tally: bool, **sizes) -> report.Answer:
 )
 def measure_command(gpu, dtype: str, out: Path | None, **rest) -> report.Answer:
     """Time kernels of ours or of others and place them on the roofline of the data sheet and of what this GPU reaches."""
-    document = timed(gpu, dtype, **rest)
+    document = timed(gpu, dtype, cuda(), **rest)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         out.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     return report.measured(document)
 
 
-def timed(gpu, dtype, batch, seqlen, heads, heads_kv, head_dim, causal, kernels, passes, rounds, slice_ms) -> dict:
-    """The document of `measure`: what was measured, on what, in which state, and what was found."""
+def cuda():
+    """The device that is measured; ValueError where there is none."""
     import torch
 
     if not torch.cuda.is_available():
         raise ValueError("measure needs a GPU: torch finds no CUDA device here; the other commands need none")
+    return torch.device("cuda")
+
+
+def timed(gpu, dtype, device, batch, seqlen, heads, heads_kv, head_dim, causal, kernels, passes, rounds, slice_ms) -> dict:
+    """The document of `measure`: what was measured, on what, in which state, and what was found."""
+    import torch
+
     from . import gate, measure, peers, timing
     from .workload import DIRECTIONS, square
 
@@ -214,7 +221,7 @@ def timed(gpu, dtype, batch, seqlen, heads, heads_kv, head_dim, causal, kernels,
     if unknown := set(passes) - set(DIRECTIONS):
         raise ValueError(f"passes={','.join(passes)}: expected {' and '.join(DIRECTIONS)}, not {', '.join(sorted(unknown))}")
     name = f"b{batch}-s{seqlen}-h{heads}-{heads_kv}-d{head_dim}{'-causal' if causal else ''}-{dtype}"
-    workload, device = square(name, batch, seqlen, heads, heads_kv, head_dim, causal, dtype), torch.device("cuda")
+    workload = square(name, batch, seqlen, heads, heads_kv, head_dim, causal, dtype)
     chosen = peers.choose(tuple(part for part in kernels.split(",") if part))
     states = {"before": timing.gpu_state(device)}
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -227,7 +234,7 @@ def timed(gpu, dtype, batch, seqlen, heads, heads_kv, head_dim, causal, kernels,
         )  # fmt: skip
     states["after"] = timing.gpu_state(device)
     sizes = {"name": name, "batch": batch, "seqlen": seqlen, "heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "causal": causal}
-    where = {"gpu": gpu.name, "device": torch.cuda.get_device_name(), "gpu_state": states}
+    where = {"gpu": gpu.name, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "gpu_state": states}
     return {"workload": sizes | {"dtype": dtype}, **where, "passes": found}
 
 
