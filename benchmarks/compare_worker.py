@@ -52,7 +52,7 @@ def prepare(task: dict, direction: str, impl: str | None, device: torch.device):
         leaves = [x.requires_grad_(True) for x in (q, k, v)]
         out = attend(*leaves)
         call = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)  # noqa: E731
-    with torch.no_grad() if direction == "fwd" else nullcontext():
+    with torch.no_grad():
         norms = [x.double().norm().item() for x in call()]
     return call, norms
 

@@ -12,6 +12,8 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -168,6 +170,27 @@ def failures(rows: list[dict]) -> list[str]:
 def plain_table(header: list[str], lines: list[list[str]]) -> str:
     widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [header, *lines])
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[..., None]]:
+    """say(text, steps): lines, and below them a bar of `total` steps where rich is installed and a person is looking."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        Console = None
+    if Console is None or not Console().is_terminal:
+        yield lambda text, steps=0: print(text, flush=True)
+        return
+    with Progress(transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def say(text: str, steps: int = 0) -> None:
+            bar.console.print(text, markup=False, highlight=False)
+            bar.advance(task, steps)
+
+        yield say
 
 
 def print_table(header: list[str], lines: list[list[str]], title: str) -> None:

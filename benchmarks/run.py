@@ -111,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_suite(
-    args: argparse.Namespace, workloads: tuple[Workload, ...], providers: tuple[Provider, ...], command: str, say: Callable[[str], None]
+    args: argparse.Namespace, workloads: tuple[Workload, ...], providers: tuple[Provider, ...], command: str, say: Callable[..., None]
 ) -> list[dict]:
     """Measures every workload, writing the record after each (workload, direction); the rows of this run."""
     device = torch.device(args.device)
@@ -140,7 +140,7 @@ def run_suite(
             record.write()
             rows += new
             speeds = " ".join(f"{row['provider']}:{row['tflops']:.4g}" for row in new if row["ms"] is not None)
-            say(f"[{index}/{len(workloads)} {time.monotonic() - start:.0f} s] {workload.name} {direction} TFLOP/s {speeds or 'none'}")
+            say(f"[{index}/{len(workloads)} {time.monotonic() - start:.0f} s] {workload.name} {direction} TFLOP/s {speeds or 'none'}", 1)
     say(f"wrote {record.path}")
     return rows
 
@@ -171,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.warm:
         warm_in_parallel("benchmarks.run", argv, args.warm)
     command = "python -m benchmarks.run " + shlex.join(argv)
-    rows = run_suite(args, workloads, providers, command, partial(print, flush=True))
+    with report.progress(len(workloads) * len(args.directions)) as say:
+        rows = run_suite(args, workloads, providers, command, say)
     report.print_table(*report.pivot(rows), title=f"TFLOP/s, {report.device_name(torch.device(args.device))}, suite {args.suite}")
     print("\n".join(["", *report.failures(rows)]))
     return 0 if any(row["ms"] is not None for row in rows) else 1

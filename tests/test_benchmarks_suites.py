@@ -78,6 +78,17 @@ def test_the_table_has_how_near_the_fastest_of_ours_is():
     assert "of bound" not in report.pivot([row("flashattn-a", None)])[0]
 
 
+@pytest.mark.parametrize("terminal", [False, True])
+def test_a_long_run_has_a_bar_where_somebody_looks(terminal, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR" if terminal else "NO_COLOR", "1")
+    with report.progress(4) as say:
+        say("first [1/4]")
+        say("second", 3)
+    printed = capsys.readouterr().out
+    assert "first [1/4]\n" in printed and "second\n" in printed
+    assert ("75%" in printed) == terminal
+
+
 # -------------------- the textbook
 
 
