@@ -3,7 +3,7 @@
     python -m benchmarks.hopper_backward                                  # checks; the process ends itself if a kernel hangs
     python -m benchmarks.hopper_backward --dims 64 --only open            # those with this in their name
     python -m benchmarks.hopper_backward --time --dims 64,128             # and times the rows of the table
-    python -m benchmarks.hopper_backward --time --dims 128 --try init=1 --try writers=1,mask=3
+    python -m benchmarks.hopper_backward --time --dims 128 --try init=1 --try writers=1,mask=1
 
 What is timed is the whole backward, with the passes before and after, its tensor maps made before. `--parts` times its kernel alone, too.
 Gradients are compared with the oracle's in float32; for timing, with cuDNN's.

@@ -98,7 +98,8 @@ def test_every_head_dim_has_a_tile_for_hopper():
     for head_dim, head_dim_v in product(range(1, 257), range(8, 257, 8)):
         lengths = {"seqlen_q": 4096, "seqlen_k": 4096}
         packed = {"varlen": True, "total_q": 1 << 20, "total_k": 256}
-        for change in ({}, {"window_right": 0}, {"window_right": 0, **lengths}, packed, packed | {"total_q": 256}):
+        window = {"window_left": 100, "window_right": 0}
+        for change in ({}, {"window_right": 0}, {"window_right": 0, **lengths}, window, packed, packed | {"total_q": 256}):
             problem = replace(PROBLEM, batch=64, head_dim=head_dim, head_dim_v=head_dim_v, aligned=True, **change)
             assert ROWS["hopper"].reasons(problem, "forward") == []
             row = ROWS["hopper"].rows(problem)["forward"]

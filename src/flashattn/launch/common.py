@@ -58,14 +58,17 @@ def scale_log2(problem: Problem) -> float:
     return 1.0 if scale < SMALLEST_SCALE else scale * math.log2(math.e)
 
 
-def walk_order(problem: Problem, block: int, over_keys: bool = False, least: int = 1) -> tuple[int, int, int]:
-    """(lanes, slots, wave): heads to walk, tiles of `block` rows in each, and how many lanes advance together, `least` of them at least.
-
-    Tiles are of queries and walk keys, or with `over_keys` the other way round. A packed lane is a head and has a few slots too many
-    (see kernels/common/index.py), a dense one a head of a batch entry.
-    """
+def lanes_and_slots(problem: Problem, block: int, over_keys: bool = False) -> tuple[int, int]:
+    """(heads to walk, tiles of `block` rows in each), of queries or of keys. A packed lane is a head and has a few slots too many (see
+    kernels/common/index.py), a dense one a head of a batch entry."""
     heads, total = (problem.heads_kv, totals(problem)[1]) if over_keys else (problem.heads_q, totals(problem)[0])
-    lanes, slots = (heads, total // block + problem.batch + 1) if problem.varlen else (heads * problem.batch, -(-total // block))
+    return (heads, total // block + problem.batch + 1) if problem.varlen else (heads * problem.batch, -(-total // block))
+
+
+def walk_order(problem: Problem, block: int, over_keys: bool = False, least: int = 1) -> tuple[int, int, int]:
+    """(lanes, slots, wave): and how many lanes advance together, `least` of them at least. Tiles of queries walk keys, or with `over_keys`
+    the other way round."""
+    lanes, slots = lanes_and_slots(problem, block, over_keys)
     walked = problem.seqlen_q if over_keys else problem.seqlen_k
     walked_bytes = max(1, walked * problem.itemsize * (problem.head_dim + problem.head_dim_v))
     sharing = 1 if over_keys else problem.group

@@ -19,7 +19,17 @@ from ..kernels.hopper.passes import attn_bwd_hopper_after, attn_bwd_hopper_befor
 from ..kernels.structs import Seqlens, Tile
 from ..problem import Problem
 from .cache import run
-from .common import contiguous_rows, may_have_rows_without_keys, on_device, scale_log2, spec_of, totals, view_of, without_empty_rows
+from .common import (
+    contiguous_rows,
+    lanes_and_slots,
+    may_have_rows_without_keys,
+    on_device,
+    scale_log2,
+    spec_of,
+    totals,
+    view_of,
+    without_empty_rows,
+)
 from .maps import described, flat
 
 WAVE_BYTES = 40 << 20  # of Q, dO and the sums of dQ of the heads of a wave
@@ -29,10 +39,10 @@ _rows_of = lru_cache(maxsize=1024)(hopper_backward_row)
 
 
 def _mask(problem: Problem, config: HopperBackwardConfig) -> int:
-    """Of no use where nothing is masked; and loops of their own are for one query head."""
+    """Of no use where nothing is masked."""
     if not problem.varlen and (problem.window_left, problem.window_right) == (None, None) and problem.seqlen_k % config.block_n == 0:
         return 0
-    return 1 if config.mask == 3 and problem.group > 1 else config.mask
+    return config.mask
 
 
 @lru_cache(maxsize=1024)
@@ -75,17 +85,17 @@ def blocks_of(problem: Problem, block: int) -> tuple[int, int]:
 
 
 def _order(problem: Problem, config: HopperBackwardConfig) -> tuple[int, int, int]:
-    """(lanes, tiles of keys in each, lanes that advance together)."""
-    total = totals(problem)[1]
-    if problem.varlen:
-        lanes, slots = problem.heads_kv, total // config.block_n + problem.batch + 1
-    else:
-        lanes, slots = problem.batch * problem.heads_kv, -(-total // config.block_n)
+    """(lanes, tiles of keys in each, lanes that advance together). A program walks the query heads of its keys one after the other, and so
+    do its neighbours: what they share at a time is one head's. A wave of all that is read by a group left the last programs alone (64 heads
+    in groups of 8, 8192 tokens, causal: 0.92 of the speed without groups)."""
+    lanes, slots = lanes_and_slots(problem, config.block_n, over_keys=True)
     d, dv = hopper_padded(problem, "backward")
-    bytes_of_lane = max(1, problem.seqlen_q * problem.group * (6 * d + 2 * dv))
-    wave = min(max(1, WAVE_BYTES // bytes_of_lane), lanes)
+    bytes_of_lane = max(1, problem.seqlen_q * (6 * d + 2 * dv))
+    most = min(max(1, WAVE_BYTES // bytes_of_lane), lanes)
     # the tiles of one head wait for each other in a deterministic call, so there several heads are better
-    return lanes, slots, wave if problem.deterministic else min(wave, config.heads)
+    most = most if problem.deterministic else min(most, config.heads)
+    # the last wave should be full: what it lacks is made by few multiprocessors
+    return lanes, slots, max(range((most + 1) // 2, most + 1), key=lambda wave: (-(-lanes % wave), wave))
 
 
 def starts_from_delta(config: HopperBackwardConfig, gradients) -> bool:

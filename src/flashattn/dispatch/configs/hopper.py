@@ -4,7 +4,7 @@ Key: (pass, largest tile of the head dims, kind). "open": nothing is masked but 
 as the next. "masked": a window or a causal diagonal, of which, where there is a row for it, "window" is one with a left limit and "long"
 one with none and at least LONG queries, so that few of a larger tile's blocks are crossed by the diagonal. "packed": sequences of lengths
 that only the GPU knows; "packed long", where there is a row for it, of LONG / 2 queries on average and no left limit.
-Rows of the backward are "open", "masked" or "packed".
+Rows of the backward are "open", "masked", "window" or "packed".
 
 Figures are speeds in those of cuDNN (through SDPA) in the same interleaved run, at 1024 / 4096 / 16 384 tokens a sequence: bf16, 16 384
 tokens, heads x dim 2048, one H200, 2026-11-30, Triton 3.6.0, torch 2.11.0. They are from the making of the kernel, which changed between
@@ -47,11 +47,10 @@ class HopperBackwardConfig(NamedTuple):
 
     delayed: dQ of a block is made one step later, and the warpgroups need not wait for each other. init: dP starts from -delta. fours: lse
     and delta are read four at a time. writers: warps of their own send dQ away, as they always do in a deterministic call. mask: where a
-    call has one, 1 masks all blocks, 2 branches to those that need it, 3 gives them loops of their own (without grouped heads, else it is
-    1). heads: as many at most are walked side by side, as far as what they share fits in L2.
-    A thread spills at most 256 bytes under Triton 3.6.0, and 512 under newer ones (64: 236 to 484; 128 and more: none or a few).
-    wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed` and `init` say nothing, there
-    is one writer, and the stages are of Q; those of dO are `do_stages`. own: a warpgroup multiplies what it made itself, p or ds, from its
+    call has one, 1 masks all blocks, 2 branches to those that need it. heads: as many at most are walked side by side, as far as what they
+    share fits in L2. A thread spills at most 288 bytes under Triton 3.6.0, and 544 under newer ones (64: 236 to 516).
+    wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed`, `init` and `writers` say
+    nothing, and the stages are of Q; those of dO are `do_stages`. own: a warpgroup multiplies what it made itself, p or ds, from its
     registers.
     """
 
@@ -108,14 +107,19 @@ ROWS = {
     ("forward", 256, "packed"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     # 1.08 / 1.13 / 1.14; writers 1.06 / 1.11 / 1.12. Else with writers 1.07 / 1.11 / 1.12, so fours 1.03 / 1.08 / 1.08
     ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, False, False, 1, 1),
-    # 1.17 / 1.29 / 1.30; 64 heads 1.15 / 1.26 / 1.31, so mask 3 1.13 / 1.27 / 1.27, mask 2 1.10 / 1.11 / 1.03, not init 1.05 / 1.07 / 1.04
+    # 1.17 / 1.29 / 1.30; 64 heads 1.15 / 1.26 / 1.31, mask 2 1.10 / 1.11 / 1.03, not init 1.05 / 1.07 / 1.04
     ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 16),
-    ("backward", 64, "packed"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 16),
-    # 1.08 / 1.04 / 1.06; fours 1.03 / 0.99 / 1.00, so writers 1.04 / 1.01 / 1.01, init 1.02 / 1.01 / 0.99. To start dV before dP is awaited
-    # gained 3 % in one run and lost 2 % in another
-    ("backward", 128, "open"): HopperBackwardConfig(64, 2, False, False, False, False, 1, 1),
-    # 1.12 / 1.13 / 1.12; fours 1.11 / 1.12 / 1.10, so no writers 1.08 / 1.07 / 1.07; init 0.94 to 0.96 of it
-    ("backward", 128, "masked"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),
+    # of 1024 keys 360 TFLOP/s, mask 1 345, not delayed 335
+    ("backward", 64, "window"): HopperBackwardConfig(128, 2, True, True, True, True, 2, 16),
+    # of lengths drawn from 64 to 8192 452 TFLOP/s, writers 433, so not delayed 392
+    ("backward", 64, "packed"): HopperBackwardConfig(128, 2, True, True, True, False, 1, 16),
+    # 1.07 / 1.08 / 1.11; fours 1.07 / 1.06 / 1.10, init 1.04 / 1.01 / 1.06, no writers 1.02 / 1.04 / 1.06, nor delayed 1.05 / 1.02 / 1.05
+    ("backward", 128, "open"): HopperBackwardConfig(64, 2, True, False, False, True, 1, 1),
+    # 1.11 / 1.17 / 1.11; no writers the same, mask 1 1.07 / 1.08 / 1.07, so fours 1.10 / 1.13 / 1.10; nor delayed 1.14 / 1.13 / 1.11, where
+    # 64 heads in groups of 8 take 4 % longer, and mask 2 gains nothing
+    ("backward", 128, "masked"): HopperBackwardConfig(64, 2, True, False, False, True, 2, 16),
+    # of 1024 keys 418 TFLOP/s, delayed 408, with mask 2 410; the next, packed as above, 521, delayed 518, with mask 2 505
+    ("backward", 128, "window"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),
     ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),
     # as for 256, of what fits
     ("backward", 192, "open"): HopperBackwardConfig(64, 2, False, False, True, True, 2, 1, True, 2, True),

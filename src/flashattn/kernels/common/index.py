@@ -28,12 +28,8 @@ def program_tile(total, batch, heads, wave, BLOCK: tl.constexpr, VARLEN: tl.cons
     else:
         slots = tl.cdiv(total, BLOCK)
         lanes = heads * batch
-    pid = tl.program_id(0)
-    per_wave = slots * wave
-    first = pid // per_wave * wave
-    rest = pid % per_wave
-    width = tl.minimum(lanes - first, wave)
-    return rest // width, slots, first + rest % width
+    slot, lane = tile_in_order(tl.program_id(0), slots * wave, lanes, wave)
+    return slot, slots, lane
 
 
 @triton.jit

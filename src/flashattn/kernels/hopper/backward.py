@@ -12,18 +12,15 @@ nothing else keeps a program from ending.
 """
 
 from .backward_wide import gradients_wide
-from .channel import Ring, arrive, fill, make_barriers, make_ring, sync
-from .gluon import async_add, async_load, async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
+from .channel import Ring, fill, make_barriers, make_ring, sync
+from .gluon import async_load, async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
 from .gradient import (
-    ALWAYS,
     BOTH,
     BOTH_AND_LOADER,
     DQ_EMPTY,
     DQ_FULL,
     DS,
     EMPTY,
-    LOOPS,
-    NEVER,
     ONE_AND_WRITER,
     Memory,
     clear_rows,
@@ -33,8 +30,8 @@ from .gradient import (
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
 from .profile import backward_metadata
-from .turns import await_turn, give_turn
-from .visits import SIZES, Grid, find, first_place, next_place, turn_of
+from .send import send
+from .visits import SIZES, Grid, find, first_place, next_place
 
 
 @gluon.jit
@@ -65,34 +62,6 @@ def load(q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC: gl.cons
 
 
 @gluon.jit
-def send(dq_desc, turns, memory, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """A writing warp: adds a warpgroup's halves of dQ to the sums in global memory."""
-    visit = find(grid, SPEC, TILE)
-    arrive(DQ_EMPTY + WARPGROUP_ID, ONE_AND_WRITER)
-    place = first_place(visit, grid)
-    last = visit.steps * 0 - 1  # the half that was sent last
-    for _ in range(visit.steps):
-        half = place.block * 2 + WARPGROUP_ID
-        sync(DQ_FULL + WARPGROUP_ID, ONE_AND_WRITER)
-        turn = turn_of(place, visit, grid, SPEC, TILE) if TILE.ordered else 0
-        if turn >= 0:
-            if TILE.ordered:
-                await_turn(turns + half, turn)
-            async_add(dq_desc, [half * 16, 0], memory.dq.index(WARPGROUP_ID))
-            store_wait(0)
-        arrive(DQ_EMPTY + WARPGROUP_ID, ONE_AND_WRITER)
-        if TILE.ordered:
-            if turn >= 0:
-                if last >= 0:
-                    give_turn(turns + last, 1)
-                last = half
-        place = next_place(place, visit, grid, SPEC, TILE)
-    if TILE.ordered:
-        if last >= 0:
-            give_turn(turns + last, 0)
-
-
-@gluon.jit
 def write_tile(
     acc, memory, out, visit, heads_kv, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr, HEAD_DIM: gl.constexpr, SPEC: gl.constexpr
 ):
@@ -115,47 +84,20 @@ def write_tile(
 
 @gluon.jit
 def steps(
-    dk_ND, dv_NV, memory, dq_desc, first, end, place, visit, grid, scale_log2,
-    MASK: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
+    dk_ND, dv_NV, memory, dq_desc, first, place, visit, grid, scale_log2,
+    WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Those with numbers from `first` to before `end`. The place is that of the step to come, in a delayed walk that of the step before."""
-    for turn in range(first, end):
+    """All from number `first` on. The place is that of the step to come, in a delayed walk that of the step before."""
+    for turn in range(first, visit.steps):
         if TILE.delayed:
             block = place.block
             place = next_place(place, visit, grid, SPEC, TILE)
             dk_ND, dv_NV = delayed_step(
-                dk_ND, dv_NV, memory, dq_desc, turn, place, block, visit, grid, scale_log2, False, MASK, WARPGROUP_ID, SPEC, TILE
+                dk_ND, dv_NV, memory, dq_desc, turn, place, block, visit, grid, scale_log2, False, WARPGROUP_ID, SPEC, TILE
             )
         else:
-            dk_ND, dv_NV = step(dk_ND, dv_NV, memory, dq_desc, turn, place, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
+            dk_ND, dv_NV = step(dk_ND, dv_NV, memory, dq_desc, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
             place = next_place(place, visit, grid, SPEC, TILE)
-    return dk_ND, dv_NV, place
-
-
-@gluon.jit
-def walk(
-    dk_ND, dv_NV, memory, dq_desc, first, place, visit, grid, scale_log2,
-    WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """All steps from `first` on."""
-    M: gl.constexpr = TILE.m
-    if TILE.mask == LOOPS:
-        full = gl.minimum(gl.maximum((visit.full_lo - visit.lo) // M, first), visit.steps)
-        full_end = gl.minimum(gl.maximum((visit.full_hi - visit.lo) // M, full), visit.steps)
-        dk_ND, dv_NV, place = steps(
-            dk_ND, dv_NV, memory, dq_desc, first, full, place, visit, grid, scale_log2, ALWAYS, WARPGROUP_ID, SPEC, TILE
-        )
-        dk_ND, dv_NV, place = steps(
-            dk_ND, dv_NV, memory, dq_desc, full, full_end, place, visit, grid, scale_log2, NEVER, WARPGROUP_ID, SPEC, TILE
-        )
-        if SPEC.left or SPEC.ragged:
-            dk_ND, dv_NV, place = steps(
-                dk_ND, dv_NV, memory, dq_desc, full_end, visit.steps, place, visit, grid, scale_log2, ALWAYS, WARPGROUP_ID, SPEC, TILE
-            )
-    else:
-        dk_ND, dv_NV, place = steps(
-            dk_ND, dv_NV, memory, dq_desc, first, visit.steps, place, visit, grid, scale_log2, TILE.mask, WARPGROUP_ID, SPEC, TILE
-        )
     return dk_ND, dv_NV, place
 
 
@@ -184,14 +126,13 @@ def compute(memory, dq_desc, dk, dv, grid, scale, scale_log2, WARPGROUP_ID: gl.c
     place = first_place(visit, grid)
     if TILE.delayed:
         if visit.steps > 0:
-            FIRST: gl.constexpr = ALWAYS if TILE.mask == LOOPS else TILE.mask
             dk_ND, dv_NV = delayed_step(
-                dk_ND, dv_NV, memory, dq_desc, 0, place, place.block, visit, grid, scale_log2, True, FIRST, WARPGROUP_ID, SPEC, TILE
+                dk_ND, dv_NV, memory, dq_desc, 0, place, place.block, visit, grid, scale_log2, True, WARPGROUP_ID, SPEC, TILE
             )
-            dk_ND, dv_NV, place = walk(dk_ND, dv_NV, memory, dq_desc, 1, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+            dk_ND, dv_NV, place = steps(dk_ND, dv_NV, memory, dq_desc, 1, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
             last_dq(memory, dq_desc, visit.steps - 1, place.block, WARPGROUP_ID, TILE)
     else:
-        dk_ND, dv_NV, place = walk(dk_ND, dv_NV, memory, dq_desc, 0, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+        dk_ND, dv_NV, place = steps(dk_ND, dv_NV, memory, dq_desc, 0, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
     if SPEC.need_dv:  # nobody else reads this V, and its last product is done
         write_tile(dv_NV, memory.v.tiles.index(WARPGROUP_ID), dv, visit, grid.heads_kv, WARPGROUP_ID, DV, TILE.head_dim_v, SPEC)
     if SPEC.need_dq:
@@ -235,8 +176,8 @@ def gradients(
             (compute, (memory, dq_desc, dk, dv, grid, scale, scale_log2, 0, SPEC, TILE)),
             (compute, (memory, dq_desc, dk, dv, grid, scale, scale_log2, 1, SPEC, TILE)),
             (load, (q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC, TILE)),
-            (send, (dq_desc, turns, memory, grid, 0, SPEC, TILE)),
-            (send, (dq_desc, turns, memory, grid, 1, SPEC, TILE)),
+            (send, (dq_desc, turns, memory.dq, grid, 0, DQ_EMPTY, DQ_FULL, SPEC, TILE)),
+            (send, (dq_desc, turns, memory.dq, grid, 1, DQ_EMPTY, DQ_FULL, SPEC, TILE)),
         ], [4, 1, 1, 1], [REGISTERS, FEW, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([

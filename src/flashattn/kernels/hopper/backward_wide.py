@@ -5,8 +5,8 @@ that is faster than adding straight from registers, 512 contiguous bytes a warp 
 """
 
 from .channel import WARPGROUP, Ring, arrive, fill, make_barriers, make_ring, sync
-from .gluon import async_add, async_load, async_store, barrier, fence_async_shared, gl, gluon, mbarrier, store_wait, warpgroup_mma_wait
-from .gradient import BOTH, BOTH_AND_LOADER, ONE_AND_WRITER
+from .gluon import async_load, async_store, barrier, fence_async_shared, gl, gluon, mbarrier, store_wait, warpgroup_mma_wait
+from .gradient import BOTH, BOTH_AND_LOADER
 from .gradient_wide import (
     DO,
     DQ_EMPTY,
@@ -25,18 +25,17 @@ from .gradient_wide import (
     part_at,
     part_of,
     stage,
-    start_dk,
     start_dp,
     start_dq,
-    start_dv,
+    start_given,
     start_own,
     start_scores,
     store_ds,
     store_p,
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
-from .turns import await_turn, give_turn
-from .visits import find, first_place, next_place, turn_of
+from .send import send
+from .visits import find, first_place, next_place
 
 
 @gluon.jit
@@ -67,38 +66,6 @@ def load(q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC: gl.cons
             memory.do, turn % TILE.do_stages, turn >= TILE.do_stages, do_desc, visit.entry, row, place.head, DO, 2 * WARPGROUP, PARTS_V
         )  # fmt: skip
         place = next_place(place, visit, grid, SPEC, TILE)
-
-
-@gluon.jit
-def send(dq_desc, turns, memory, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """The writing warp: adds parts of dQ to the sums, of a step that of warpgroup 1 first, since that one is ready first."""
-    PARTS: gl.constexpr = TILE.d // 64
-    visit = find(grid, SPEC, TILE)
-    arrive(DQ_EMPTY + 1, ONE_AND_WRITER)
-    place = first_place(visit, grid)
-    last = visit.steps * 0 - 1  # the part that was sent last
-    for _ in range(visit.steps):
-        turn = turn_of(place, visit, grid, SPEC, TILE) if TILE.ordered else 0
-        for other in gl.static_range(2):
-            number = place.block * 2 + 1 - other
-            row = (place.block * PARTS + first_column(TILE.d, other) // 64) * 16
-            sync(DQ_FULL + (1 - other), ONE_AND_WRITER)
-            if turn >= 0:
-                if TILE.ordered:
-                    await_turn(turns + number, turn)
-                for box in gl.static_range(columns_of(TILE.d, other) // 64):
-                    async_add(dq_desc, [row + 16 * box, 0], memory.dq.index(box))
-                store_wait(0)
-            arrive(DQ_EMPTY + other, ONE_AND_WRITER)
-            if TILE.ordered:
-                if turn >= 0:
-                    if last >= 0:
-                        give_turn(turns + last, columns_of(TILE.d, other) // 64)
-                    last = number
-        place = next_place(place, visit, grid, SPEC, TILE)
-    if TILE.ordered:
-        if last >= 0:
-            give_turn(turns + last, 0)
 
 
 @gluon.jit
@@ -160,7 +127,7 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
             if not SPEC.need_dv:
                 arrive(DO + (turn - 1) % TILE.do_stages, BOTH_AND_LOADER)
             if SPEC.need_dk:
-                dk_ND = start_dk(memory, turn - 1, dk_ND, 0, TILE)
+                dk_ND = start_given(memory.ds.index((turn - 1) % 2), memory.q, (turn - 1) % TILE.stages, dk_ND, 0, TILE.d)
             await_q(memory, turn, TILE)
             clear_block(memory.q, turn % TILE.stages, visit.rows_q - place.m0, TILE.d, SPEC)
             s_NM = start_scores(memory, turn, TILE)
@@ -183,7 +150,7 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
         last = visit.steps - 1
         sync(DS_FULL, BOTH)
         if SPEC.need_dk:
-            dk_ND = start_dk(memory, last, dk_ND, 0, TILE)
+            dk_ND = start_given(memory.ds.index(last % 2), memory.q, last % TILE.stages, dk_ND, 0, TILE.d)
         if SPEC.need_dq:
             dq_MD = warpgroup_mma_wait(0, deps=(start_dq(memory, last, 0, TILE),))
             stage(dq_MD, memory, 0)
@@ -217,7 +184,7 @@ def make_ds(memory, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: gl.constexpr)
             dp_NM = start_dp(memory, turn, TILE)
         sync(P_FULL, BOTH)
         if SPEC.need_dv:
-            dv_NV = start_dv(memory, turn, dv_NV, 1, TILE)
+            dv_NV = start_given(memory.p.index(turn % 2), memory.do, turn % TILE.do_stages, dv_NV, 1, TILE.dv)
         if NEED_DS:
             p_NM = memory.p.index(turn % 2).load(LAYOUT)
             dp_NM = warpgroup_mma_wait(DV, deps=(dp_NM,))
@@ -271,8 +238,9 @@ def gradients_wide(
             (make_p, (memory, dk, dv, grid, scale, scale_log2, SPEC, TILE)),
             (make_ds, (memory, dk, dv, grid, scale, SPEC, TILE)),
             (load, (q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC, TILE)),
-            (send, (dq_desc, turns, memory, grid, SPEC, TILE)),
-        ], [4, 1, 1], [REGISTERS, FEW, FEW])  # fmt: skip
+            (send, (dq_desc, turns, memory.dq, grid, 0, DQ_EMPTY, DQ_FULL, SPEC, TILE)),
+            (send, (dq_desc, turns, memory.dq, grid, 1, DQ_EMPTY, DQ_FULL, SPEC, TILE)),
+        ], [4, 1, 1, 1], [REGISTERS, FEW, FEW, FEW])  # fmt: skip
     else:
         gl.warp_specialize([
             (make_p, (memory, dk, dv, grid, scale, scale_log2, SPEC, TILE)),

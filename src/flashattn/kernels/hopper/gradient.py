@@ -35,8 +35,8 @@ BOTH = gl.constexpr(2 * WARPGROUP.value)
 ONE_AND_WRITER = gl.constexpr(WARPGROUP.value + 32)
 BOTH_AND_LOADER = gl.constexpr(2 * WARPGROUP.value + 32)
 
-# Which blocks are masked: none, all that are visited, those that need it by a branch in the loop, or those by loops of their own.
-NEVER, ALWAYS, BRANCH, LOOPS = gl.constexpr(0), gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
+# Which blocks are masked (TILE.mask): none, all that are visited, or those that need it.
+ALWAYS, BRANCH = gl.constexpr(1), gl.constexpr(2)
 
 
 class Memory(NamedTuple):
@@ -126,9 +126,7 @@ def send_dq(dq, memory, dq_desc, block, WARPGROUP_ID: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
-def start(
-    memory, turn, m0, visit, grid, scale_log2, MASK: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr
-):
+def start(memory, turn, m0, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
     """(p of a block, its dP in flight); without need of dQ and dK, p twice."""
     M: gl.constexpr = TILE.m
     D: gl.constexpr = TILE.d
@@ -162,9 +160,9 @@ def start(
     else:
         s_NM = warpgroup_mma_wait(0, deps=(s_NM,))
     s_NM = score(s_NM, SPEC)
-    if MASK == ALWAYS:
+    if TILE.mask == ALWAYS:
         s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
-    elif MASK == BRANCH:
+    elif TILE.mask == BRANCH:
         if (m0 < visit.full_lo) | (m0 >= visit.full_hi):
             s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
     lse_M = numbers(memory.rows, slot, 0, TILE)  # read ahead, while s is in flight, it costs 3 %
@@ -215,51 +213,14 @@ def store_ds(ds_NM, memory, turn, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr
 
 
 @gluon.jit
-def step(
-    dk_ND, dv_NV, memory, dq_desc, turn, place, visit, grid, scale_log2,
-    MASK: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
+def finish_step(
+    dk_ND, dv_NV, ds_NM, p_op, memory, dq_desc, turn, dq_turn, block,
+    DQ: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
+    """With dV in flight: dK, and with DQ the dQ of step dq_turn, for the block of that number. Gives the slot of this step back."""
     LATER: gl.constexpr = 1 if SPEC.need_dk else 0  # products that may still run when those of dV and dQ are awaited
-    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
-    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
-    p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
-    if SPEC.need_dq:
-        store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
-        sync(DS, BOTH)
-        dq = start_dq(memory, turn, WARPGROUP_ID, TILE)
-        ds_op, dk_ND = add_dk(ds_NM, memory, turn, dk_ND, SPEC, TILE)
-        if SPEC.need_dv:
-            dq, dv_NV, p_op = warpgroup_mma_wait(LATER, deps=(dq, dv_NV, p_op))
-        else:
-            dq = warpgroup_mma_wait(LATER, deps=(dq,))
-        send_dq(dq, memory, dq_desc, place.block, WARPGROUP_ID, TILE)
-    else:
-        ds_op, dk_ND = add_dk(ds_NM, memory, turn, dk_ND, SPEC, TILE)
-        if SPEC.need_dv:
-            dv_NV, p_op = warpgroup_mma_wait(LATER, deps=(dv_NV, p_op))
-    if SPEC.need_dk:
-        dk_ND, ds_op = warpgroup_mma_wait(0, deps=(dk_ND, ds_op))
-    arrive(EMPTY + turn % TILE.stages, BOTH_AND_LOADER)
-    return dk_ND, dv_NV
-
-
-@gluon.jit
-def delayed_step(
-    dk_ND, dv_NV, memory, dq_desc, turn, place, block, visit, grid, scale_log2,
-    FIRST: gl.constexpr, MASK: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
-):  # fmt: skip
-    """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
-    LATER: gl.constexpr = 1 if SPEC.need_dk else 0
-    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, MASK, WARPGROUP_ID, SPEC, TILE)
-    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
-    if not FIRST:
-        sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
-    store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
-    arrive(DS + WARPGROUP_ID * 2 + (turn & 1), BOTH)
-    p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
-    if not FIRST:
-        dq = start_dq(memory, turn - 1, WARPGROUP_ID, TILE)
+    if DQ:
+        dq = start_dq(memory, dq_turn, WARPGROUP_ID, TILE)
         ds_op, dk_ND = add_dk(ds_NM, memory, turn, dk_ND, SPEC, TILE)
         if SPEC.need_dv:
             dq, dv_NV, p_op = warpgroup_mma_wait(LATER, deps=(dq, dv_NV, p_op))
@@ -274,6 +235,41 @@ def delayed_step(
         dk_ND, ds_op = warpgroup_mma_wait(0, deps=(dk_ND, ds_op))
     arrive(EMPTY + turn % TILE.stages, BOTH_AND_LOADER)
     return dk_ND, dv_NV
+
+
+@gluon.jit
+def step(
+    dk_ND, dv_NV, memory, dq_desc, turn, place, visit, grid, scale_log2,
+    WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
+    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
+    p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
+    if SPEC.need_dq:
+        store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
+        sync(DS, BOTH)
+    return finish_step(
+        dk_ND, dv_NV, ds_NM, p_op, memory, dq_desc, turn, turn, place.block, SPEC.need_dq, WARPGROUP_ID, SPEC, TILE
+    )  # fmt: skip
+
+
+@gluon.jit
+def delayed_step(
+    dk_ND, dv_NV, memory, dq_desc, turn, place, block, visit, grid, scale_log2,
+    FIRST: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
+    """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
+    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
+    if not FIRST:
+        sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
+    store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
+    arrive(DS + WARPGROUP_ID * 2 + (turn & 1), BOTH)
+    p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
+    return finish_step(
+        dk_ND, dv_NV, ds_NM, p_op, memory, dq_desc, turn, turn - 1, block, not FIRST, WARPGROUP_ID, SPEC, TILE
+    )  # fmt: skip
 
 
 @gluon.jit

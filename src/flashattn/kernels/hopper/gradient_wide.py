@@ -24,7 +24,7 @@ from ..common.softmax import probabilities
 from .channel import arrive, sync
 from .cut import masked
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
-from .gradient import BOTH, ONE_AND_WRITER, clear_rows, numbers
+from .gradient import ALWAYS, BOTH, ONE_AND_WRITER, clear_rows, numbers
 from .layouts import ROWS, accumulator, operand, shared
 
 # Hardware barriers. Triton takes 0 to 4 in a kernel of four partitions.
@@ -118,14 +118,21 @@ def start_dp(memory, turn, TILE: gl.constexpr):
 
 
 @gluon.jit
+def start_given(stored, ring, slot, acc, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr):
+    """acc + x of this warpgroup's columns of a tile, in flight. stored: the p or ds that the other made."""
+    b_MC = columns(ring, slot, first_column(WIDTH, WARPGROUP_ID), acc.shape[1], WIDTH)
+    return warpgroup_mma(stored, b_MC, acc, is_async=True)
+
+
+@gluon.jit
 def start_own(x_NM, stored, ring, slot, acc, WARPGROUP_ID: gl.constexpr, WIDTH: gl.constexpr, TILE: gl.constexpr):
     """acc + x of this warpgroup's columns of a tile, in flight, and x, for await_own. x: the p or ds that it made itself, and stored."""
-    b_MC = columns(ring, slot, first_column(WIDTH, WARPGROUP_ID), acc.shape[1], WIDTH)
     if TILE.own:
+        b_MC = columns(ring, slot, first_column(WIDTH, WARPGROUP_ID), acc.shape[1], WIDTH)
         x_NM = gl.convert_layout(x_NM, operand(acc.shape[1]))
         acc = warpgroup_mma(x_NM, b_MC, acc, is_async=True)
     else:
-        acc = warpgroup_mma(stored, b_MC, acc, is_async=True)
+        acc = start_given(stored, ring, slot, acc, WARPGROUP_ID, WIDTH)
     return acc, x_NM
 
 
@@ -137,22 +144,6 @@ def await_own(LATER: gl.constexpr, acc, x_NM, TILE: gl.constexpr):
     else:
         acc = warpgroup_mma_wait(LATER, deps=(acc,))
     return acc
-
-
-@gluon.jit
-def start_dv(memory, turn, dv_NV, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
-    """dV + p dO of this warpgroup's columns, in flight."""
-    FIRST: gl.constexpr = first_column(TILE.dv, WARPGROUP_ID)
-    do_MV = columns(memory.do, turn % TILE.do_stages, FIRST, dv_NV.shape[1], TILE.dv)
-    return warpgroup_mma(memory.p.index(turn % 2), do_MV, dv_NV, is_async=True)
-
-
-@gluon.jit
-def start_dk(memory, turn, dk_ND, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
-    """dK + ds q of this warpgroup's columns, in flight."""
-    FIRST: gl.constexpr = first_column(TILE.d, WARPGROUP_ID)
-    q_MD = columns(memory.q, turn % TILE.stages, FIRST, dk_ND.shape[1], TILE.d)
-    return warpgroup_mma(memory.ds.index(turn % 2), q_MD, dk_ND, is_async=True)
 
 
 @gluon.jit
@@ -197,7 +188,7 @@ def store_p(s_NM, memory, turn, m0, visit, grid, scale_log2, SPEC: gl.constexpr,
     """Probabilities of finished scores, for both warpgroups."""
     s_NM = score(s_NM, SPEC)
     if SPEC.ragged or SPEC.left or SPEC.right:
-        if TILE.mask == 1:
+        if TILE.mask == ALWAYS:
             s_NM = masked(s_NM, m0, visit, grid, 0, SPEC, TILE)
         else:
             if (m0 < visit.full_lo) | (m0 >= visit.full_hi):

@@ -49,7 +49,7 @@ class BackwardTile(NamedTuple):
     fours: bool  # lse and delta lie in the order in which a thread reads four at once
     init: bool  # dP starts from -delta, which then needs no registers
     writers: bool  # warps of their own send dQ away, two, or one if `wide`; otherwise the warpgroups do
-    mask: int  # one of NEVER, ALWAYS, BRANCH and LOOPS, see gradient.py
+    mask: int  # 0, or ALWAYS or BRANCH of gradient.py
     ordered: bool  # dQ is summed in the order of the keys
     wide: bool = False  # for head dims above 128: see gradient_wide.py
     own: bool = False  # then a warpgroup multiplies the p or ds that it made from its registers

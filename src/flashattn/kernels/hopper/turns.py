@@ -1,8 +1,7 @@
 """Turns of programs whose parts of a sum must come in a fixed order.
 
 A number in global memory counts the parts that have been added. The surprising fact: that a part has left says nothing to others. Its
-sender waits until it has arrived, and only then the number is raised. That takes a microsecond, so meanwhile it sends the next part, which
-is one of another sum.
+sender waits until it has arrived, and only then the number is raised. That takes a microsecond, in which the next part is made.
 """
 
 from .gluon import gl, gluon
@@ -26,23 +25,20 @@ def await_turn(number, earlier):
     )  # fmt: skip
 
 
-@gluon.constexpr_function
-def _giving(later):
-    return f"""{{
+@gluon.jit
+def give_turn(number):
+    """All that this warp has sent has arrived (not only left), and one more tile has added its part."""
+    gl.inline_asm_elementwise(
+        """{
         .reg .pred first;
         .reg .b32 lane;
-        cp.async.bulk.wait_group {later};
+        cp.async.bulk.wait_group 0;
         fence.proxy.async;
         bar.warp.sync 0xffffffff;
         mov.u32 lane, %laneid;
         setp.eq.u32 first, lane, 0;
         @first red.release.gpu.global.add.u32 [$1], 1;
         mov.u32 $0, 0;
-        }}"""
-
-
-@gluon.jit
-def give_turn(number, LATER: gl.constexpr):
-    """What this warp has sent, but for the last LATER boxes, has arrived (not only left), and one more tile has added its part."""
-    PTX: gl.constexpr = _giving(LATER)
-    gl.inline_asm_elementwise(PTX, "=r,l", [number.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1)
+        }""",
+        "=r,l", [number.to(gl.int64)], dtype=gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
