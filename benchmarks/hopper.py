@@ -18,9 +18,9 @@ from dataclasses import replace
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.timing import Call, CudaClock, interleave
 from benchmarks.workloads import Workload
 from flashattn.dispatch.table import hopper_rows
+from flashattn.roofline.timing import Call, CudaClock, interleave
 
 TOKENS, WIDTH, SECONDS = 16384, 2048, 20
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128), (96, 96), (72, 40), (128, 64), (64, 256)]

@@ -21,9 +21,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks.hopper import SECONDS, TOKENS, WIDTH, draw, fields, inputs_of, watched
-from benchmarks.timing import Call, CudaClock, interleave
 from benchmarks.workloads import Workload
 from flashattn.dispatch.table import hopper_backward_row, hopper_padded
+from flashattn.roofline.timing import Call, CudaClock, interleave
 
 DIMS = [(64, 64), (128, 128), (96, 96), (72, 40), (128, 64), (64, 128), (256, 256), (192, 128), (136, 72), (64, 256)]
 EXACT = [(64, 64), (128, 128), (256, 256)]

@@ -20,10 +20,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.gate import Gate
-from benchmarks.providers import Inputs, attempt, choose
-from benchmarks.timing import Call, gpu_state, turn_order
 from benchmarks.workloads import square
+from flashattn.roofline.calls import Inputs, attempt
+from flashattn.roofline.gate import Gate
+from flashattn.roofline.peers import choose
+from flashattn.roofline.timing import Call, gpu_state, turn_order
 
 SMALL = square("host-s128-d64", 1, 128, 8, 8, 64, True)
 PROVIDERS = ("flashattn", "flashattn-portable", "flashattn-eager", "sdpa", "sdpa-flash")

@@ -1,4 +1,5 @@
-"""Peak GPU memory of one forward and backward, at a length and at twice that length: `python -m benchmarks.memory`.
+"""Peak GPU memory of one forward and backward, at a length and at twice that length: `python -m benchmarks.memory`; at the lengths of the
+FlashAttention paper's table with `--paper`, which has standard attention beside it until that no longer fits.
 
 Exact attention never stores the scores, so all it adds to its inputs (output, lse, gradients, scratch) grows linearly: doubling the
 length must double it. `extra` is the peak above the inputs; `peak` counts q, k, v and dout too.
@@ -18,11 +19,15 @@ from pathlib import Path
 import torch
 
 from benchmarks import report
-from benchmarks.gate import Gate
-from benchmarks.providers import Closures, Inputs, Provider, attempt, choose
 from benchmarks.workloads import Workload, square
+from flashattn.roofline.calls import Closures, Inputs, Provider, attempt
+from flashattn.roofline.gate import Gate
+from flashattn.roofline.peers import choose
 
 PROVIDERS = ("flashattn-portable", "sdpa-flash")
+PAPER = Workload("memory", 16, 128, 128, 8, 8, 64, 64, False, None, "float16")  # Dao et al. 2022, appendix E.6: on an A100 of 40 GB
+PAPER_LENGTHS = tuple(128 * 2**step for step in range(10))
+PUBLISHED = {"standard": {4096: 17024}, "flash": {4096: 836, 65536: 13376}}  # MB there, of forward and backward
 
 
 def at_length(workload: Workload, seqlen: int) -> Workload:
@@ -72,11 +77,23 @@ def add_ratios(rows: list[dict], baseline: str) -> None:
         row["peak_over_baseline"] = row["peak_bytes"] / peer["peak_bytes"] if peer else None
 
 
+def published(rows: list[dict]) -> list[str]:
+    """A line for each length at which the paper printed a number: its MB, and what was measured here."""
+    lines = []
+    for kind, numbers in PUBLISHED.items():
+        for seqlen, mb in numbers.items():
+            here = [row for row in rows if row["seqlen"] == seqlen and (row["provider"] == "standard") == (kind == "standard")]
+            found = ", ".join(f"{r['provider']} {r['failure'] or format(r['peak_bytes'] / 2**20, ',.0f')}" for r in here) or "nothing"
+            lines.append(f"{kind} at {seqlen}: published {mb:,} MB (A100, Dao et al. 2022); measured MiB: {found}")
+    return lines
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     p = argparse.ArgumentParser(prog="python -m benchmarks.memory", description="Peak memory of forward and backward at S and 2 S.")
-    p.add_argument("--providers", default=",".join(PROVIDERS))
+    p.add_argument("--providers", default=None, help=f"default {','.join(PROVIDERS)}")
     p.add_argument("--baseline", default="sdpa-flash")
+    p.add_argument("--paper", action="store_true", help="batch 16, 8 heads, D 64, N 128 to 65 536, fp16, no mask; standard attention too")
     p.add_argument("--seqlen", type=int, default=16384)
     p.add_argument("--heads", type=int, default=16)
     p.add_argument("--heads-kv", type=int, default=None, help="default: as many as --heads")
@@ -87,18 +104,21 @@ def main(argv: list[str] | None = None) -> int:
         p.error("needs a CUDA device: only its allocator keeps a peak")
     device = torch.device("cuda")
     workload = square("memory", 1, args.seqlen, args.heads, args.heads_kv or args.heads, args.head_dim, True)
+    lengths, providers, suite = (args.seqlen, 2 * args.seqlen), PROVIDERS, "memory"
+    if args.paper:
+        workload, lengths, providers, suite = PAPER, PAPER_LENGTHS, ("flashattn", "sdpa-flash", "standard"), "memory-paper"
     gate, rows = Gate(device), []
-    for provider in choose(tuple(args.providers.split(","))):
-        rows += measure(provider, workload, (args.seqlen, 2 * args.seqlen), gate)
+    for provider in choose(tuple(args.providers.split(",")) if args.providers else providers):
+        rows += measure(provider, workload, lengths, gate)
     add_ratios(rows, args.baseline)
     document = {
-        "suite": "memory", "gpu": report.device_name(device), "date": report.today(), "versions": report.versions(device),
+        "suite": suite, "gpu": report.device_name(device), "date": report.today(), "versions": report.versions(device),
         "command": "python -m benchmarks.memory " + shlex.join(argv), "baseline": args.baseline,
-        "workload": {"batch": 1, "heads": workload.heads_q, "heads_kv": workload.heads_kv, "head_dim": workload.head_dim,
-                     "causal": True, "dtype": workload.dtype},
+        "workload": {"batch": workload.batch, "heads": workload.heads_q, "heads_kv": workload.heads_kv, "head_dim": workload.head_dim,
+                     "causal": workload.causal, "dtype": workload.dtype},
         "rows": rows,
     }
-    path = args.json or report.result_path(device, "memory")
+    path = args.json or report.result_path(device, suite)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
@@ -111,7 +131,8 @@ def main(argv: list[str] | None = None) -> int:
         for r in rows if r["extra_bytes"] is not None
     ]
     header = ["provider", "seqlen", "extra MiB", "peak MiB", "growth", f"extra / {args.baseline}", f"peak / {args.baseline}"]
-    report.print_table(header, lines, "Peak memory of one forward and backward, causal")
+    report.print_table(header, lines, f"Peak memory of one forward and backward{', causal' if workload.causal else ''}")
+    print("\n".join(published(rows) if args.paper else []))
     print("\n".join(f"{r['provider']} at {r['seqlen']}: {r['failure']}" for r in rows if r["failure"]))
     return 0 if lines else 1
 

@@ -12,6 +12,9 @@ import json
 import sys
 from pathlib import Path
 
+from benchmarks import dram
+from benchmarks.dram import told
+from benchmarks.memory import published
 from benchmarks.report import RESULTS, group_of
 from benchmarks.workloads import WORKLOADS, Workload
 
@@ -26,7 +29,8 @@ PEERS = {
     **{name.lower(): name for name in ("FA2", "FA3", "FA4")},
 }
 GPU = "h200"  # whose results are told
-SPEEDS = ("fa3", "llama3", "packed", "dims")  # suites, a table each, of which those are left out that nobody measured
+DRAM = f"dram-{dram.PUBLISHED['workload']}"
+SPEEDS = ("fa3", "llama3", "models", "packed", "varlen", "short", "dims")  # suites, a table each; those that nobody measured are left out
 WIDTH = 140  # of a line of prose
 TRAINED = {"flashattn": "flashattn", "SDPA flash": "sdpa-flash", "SDPA as torch chooses": "sdpa"}  # name: end of the file's name
 HOW = (
@@ -64,7 +68,9 @@ def label(workload: Workload) -> str:
     equal = len(set(workload.lengths)) <= 1
     lengths = f"S {workload.seqlen_q}" if equal else f"{workload.batch} sequences to S {workload.seqlen_q}"
     heads = f", heads {workload.heads_q}/{workload.heads_kv}" if workload.group > 1 else ""
-    return f"D {dims}, {lengths}{heads}{', packed' if workload.packed else ''}{', causal' if workload.causal else ''}"
+    left = workload.window and workload.window[0]
+    window = "" if left is None else f", window {left + 1}"  # of a causal call: the row's own key among them
+    return f"D {dims}, {lengths}{heads}{', packed' if workload.packed else ''}{', causal' if workload.causal else ''}{window}"
 
 
 def ratio(cell: dict[str, dict], peer: str) -> float | None:
@@ -145,6 +151,23 @@ def memory(data: dict) -> str:
     )
 
 
+def paper_memory(data: dict) -> str:
+    """Beside what the FlashAttention paper printed of an A100."""
+    return (
+        f"Peak memory of a forward and a backward at the FlashAttention paper's sizes (batch 16, 8 heads, D 64, fp16; "
+        f"[measured](benchmarks/results/{GPU}-memory-paper.json), {data['date'][:10]}): {'; '.join(published(data['rows']))}."
+    )
+
+
+def paper_dram(data: dict) -> str:
+    """The same of GPT-2 medium's attention."""
+    return (
+        f"Device memory that GPT-2 medium's attention moves (S 1024, D 64, 16 heads, batch 64, fp16; by `ncu`, "
+        f"[measured](benchmarks/results/{GPU}-{DRAM}.json), {data['date'][:10]}): "
+        f"{'; '.join(told(data['rows'], dram.PUBLISHED['workload']))}."
+    )
+
+
 def training(runs: dict[str, dict]) -> str:
     """runs: {name: run.json of examples/train_gpt.py}, ours first."""
     ours = next(iter(runs))
@@ -186,7 +209,7 @@ def section(results: Path = RESULTS) -> str:
         parts += [wrapped(caption(data, measured)), "\n".join(table(measured, peers)), wrapped(summary(measured, peers))]
         commands += [run["command"] for run in data["runs"]]
     sentences = []
-    for suite, sentence in (("host_overhead", host_time), ("memory", memory)):
+    for suite, sentence in (("host_overhead", host_time), ("memory", memory), ("memory-paper", paper_memory), (DRAM, paper_dram)):
         if data := load(results, suite):
             sentences.append(sentence(data))
             commands.append(data["command"])

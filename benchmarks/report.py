@@ -12,13 +12,18 @@ import json
 import os
 import platform
 import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 
 import torch
 
-from benchmarks.timing import Sample
 from benchmarks.workloads import Workload
+from flashattn.roofline.gpus import GPU
+from flashattn.roofline.measure import Ceilings, place
+from flashattn.roofline.timing import Sample
 
 RESULTS = Path(__file__).parent / "results"
 NOTE = (
@@ -61,23 +66,29 @@ def today() -> str:
     return datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def measured_row(workload: Workload, direction: str, provider: str, sample: Sample, peers: dict[str, Sample]) -> dict:
-    """The numbers of one row. `speedup` maps each other provider of the run to its time over ours: above 1 we are faster."""
-    ms = sample.median
+PLACED = ("spread", "tflops", "gbps", "bound_us", "binds", "bound_share", "matmul_share", "copy_share")  # see `roofline.measure.Placed`
+NO_CEILINGS = Ceilings()
+
+
+def measured_row(
+    workload: Workload, direction: str, provider: str, sample: Sample, peers: dict[str, Sample], gpu: GPU | None = None,
+    ceilings: Ceilings = NO_CEILINGS,
+) -> dict:  # fmt: skip
+    """The numbers of one row. `speedup` maps each other provider of the run to its time over ours: above 1 we are faster. With a GPU of the
+    table the row has its place on the roofline, with ceilings its shares of those."""
+    placed = asdict(place(provider, sample, workload.work(direction), gpu, workload.dtype, ceilings))
     return {
-        "ms": ms,
+        "ms": sample.median,
         "ms_min": min(sample.rounds),
         "ms_max": max(sample.rounds),
-        "spread": sample.spread,
         "rounds": len(sample.rounds),
-        "tflops": workload.flops(direction) / ms / 1e9,
-        "gbps": workload.minimal_bytes(direction) / ms / 1e6,
-        "speedup": {name: peer.median / ms for name, peer in peers.items() if name != provider},
+        **{name: placed[name] for name in PLACED},
+        "speedup": {name: peer.median / sample.median for name, peer in peers.items() if name != provider},
     }
 
 
 def empty_row() -> dict:
-    return dict.fromkeys(("ms", "ms_min", "ms_max", "spread", "rounds", "tflops", "gbps")) | {"speedup": {}}
+    return dict.fromkeys(("ms", "ms_min", "ms_max", "rounds", *PLACED)) | {"speedup": {}}
 
 
 def group_of(row: dict) -> tuple[str, str]:
@@ -124,9 +135,10 @@ def _number(value: float | None) -> str:
 
 def pivot(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
     """(header, lines): one line a (workload, direction), TFLOP/s of every provider that has a number anywhere, the fastest of ours
-    over the fastest peer, the widest spread and the largest error."""
+    over the fastest peer, the widest spread and the largest error; how near the fastest of ours is to the roofline, where that is known."""
     names = list(dict.fromkeys(row["provider"] for row in rows if row["ms"] is not None))
-    header = ["workload", "pass", *names, "ours/best peer", "spread", "error"]
+    rooflined = any(row.get("bound_share") is not None for row in rows)
+    header = ["workload", "pass", *names, "ours/best peer", *(["of bound"] if rooflined else []), "spread", "error"]
     groups: dict[tuple[str, str], dict[str, dict]] = {}
     for row in rows:
         if row["ms"] is not None:
@@ -139,7 +151,9 @@ def pivot(rows: list[dict]) -> tuple[list[str], list[list[str]]]:
         spread = f"{100 * max(row['spread'] for row in found.values()):.0f} %"
         error = f"{max(row['error'] for row in found.values()):.1e}"
         cells = [_number(found[name]["tflops"]) if name in found else "-" for name in names]
-        lines.append([workload, direction, *cells, ratio, spread, error])
+        shares = [row["bound_share"] for name, row in found.items() if name.startswith("flashattn") and row.get("bound_share") is not None]
+        near = [f"{max(shares):.0%}" if shares else "-"] if rooflined else []
+        lines.append([workload, direction, *cells, ratio, *near, spread, error])
     return header, lines
 
 
@@ -156,6 +170,27 @@ def failures(rows: list[dict]) -> list[str]:
 def plain_table(header: list[str], lines: list[list[str]]) -> str:
     widths = [max(len(line[i]) for line in [header, *lines]) for i in range(len(header))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [header, *lines])
+
+
+@contextmanager
+def progress(total: int) -> Iterator[Callable[..., None]]:
+    """say(text, steps): lines, and below them a bar of `total` steps where rich is installed and a person is looking."""
+    try:
+        from rich.console import Console
+        from rich.progress import Progress
+    except ImportError:
+        Console = None
+    if Console is None or not Console().is_terminal:
+        yield lambda text, steps=0: print(text, flush=True)
+        return
+    with Progress(transient=True) as bar:
+        task = bar.add_task("", total=total)
+
+        def say(text: str, steps: int = 0) -> None:
+            bar.console.print(text, markup=False, highlight=False)
+            bar.advance(task, steps)
+
+        yield say
 
 
 def print_table(header: list[str], lines: list[list[str]], title: str) -> None:

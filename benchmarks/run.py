@@ -1,4 +1,5 @@
-"""The benchmark: `python -m benchmarks.run --suite fa3|llama3|packed|dims|smoke`.
+"""The benchmark: `python -m benchmarks.run --suite NAME`, a suite of benchmarks/workloads.py, or host_overhead or memory, which take the
+options of the module of that name.
 
 For every workload and direction: bind all providers, ask the gate, time those that passed in one interleaved run, write the JSON.
 A provider that cannot run, or is wrong, gets a row with the reason and no number.
@@ -14,56 +15,26 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from benchmarks import report
-from benchmarks.gate import Gate, disagreement
-from benchmarks.providers import Closures, Inputs, Provider, attempt, choose
-from benchmarks.timing import Call, Clock, clock_for, gpu_state, interleave
+from benchmarks import host_overhead, memory, report
 from benchmarks.workloads import DIRECTIONS, SUITES, Workload, select
-
-# whose result the others must agree with at the real size: the first of these that passed the oracle, then anyone
-ANCHORS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "torch-varlen", "fa3", "fa2")
-
-
-def admit(
-    workload: Workload, direction: str, providers: tuple[Provider, ...], gate: Gate
-) -> tuple[dict[str, Closures], dict[str, dict]]:
-    """(closures of the providers that may be timed, for every provider what the gate found: error, against, difference, failure)."""
-    rank = {name: index for index, name in enumerate(ANCHORS)}
-    inputs = Inputs(workload, gate.device)
-    admitted: dict[str, Closures] = {}
-    found: dict[str, dict] = {}
-    anchor, expected = None, {}
-    for provider in sorted(providers, key=lambda p: rank.get(p.name, len(rank))):
-        verdict = gate.judge(provider, workload, direction)
-        entry = {"error": verdict.error, "against": None, "difference": None, "failure": verdict.failure}
-        found[provider.name] = entry
-        if verdict.failure:
-            continue
-        closures = provider.closures(inputs)
-        if isinstance(closures, str):
-            entry["failure"] = closures
-            continue
-        results, entry["failure"] = attempt(partial(closures.results, direction))
-        if entry["failure"]:
-            continue
-        if anchor is None:
-            anchor, expected = provider.name, results
-        else:
-            difference, entry["failure"] = disagreement(results, expected, verdict.error, found[anchor]["error"])
-            entry["against"], entry["difference"] = anchor, difference if difference == difference else None
-        if not entry["failure"]:
-            admitted[provider.name] = closures
-    return admitted, found
+from flashattn.roofline.calls import Closures, Inputs, Provider, attempt
+from flashattn.roofline.gate import Gate, admit
+from flashattn.roofline.gpus import GPU, detect
+from flashattn.roofline.measure import Ceilings, measure_ceilings
+from flashattn.roofline.peers import choose
+from flashattn.roofline.timing import Call, Clock, clock_for, gpu_state, interleave
 
 
 def measure(
-    workload: Workload, direction: str, providers: tuple[Provider, ...], gate: Gate, clock: Clock, rounds: int, slice_ms: float
-) -> list[dict]:
+    workload: Workload, direction: str, providers: tuple[Provider, ...], gate: Gate, clock: Clock, rounds: int, slice_ms: float,
+    gpu: GPU | None = None, ceilings: Ceilings = report.NO_CEILINGS,
+) -> list[dict]:  # fmt: skip
     """Rows of one workload and direction, one for each provider: gated, then timed together."""
     admitted, found = admit(workload, direction, providers, gate)
     ordered = [provider.name for provider in providers if provider.name in admitted]
@@ -76,7 +47,7 @@ def measure(
             numbers = report.empty_row() | {"error": None, "failure": entry["failure"] or f"timing stopped: {broken}"}
             entry = {key: entry[key] for key in ("against", "difference")}
         else:
-            numbers = report.measured_row(workload, direction, provider.name, samples[provider.name], samples)
+            numbers = report.measured_row(workload, direction, provider.name, samples[provider.name], samples, gpu, ceilings)
         rows.append({"workload": workload.name, "direction": direction, "provider": provider.name} | numbers | entry)
     return rows
 
@@ -110,6 +81,9 @@ def warm_in_parallel(module: str, argv: list[str], processes: int) -> None:
     print(f"compiled in {processes} processes: {time.monotonic() - start:.0f} s", flush=True)
 
 
+ELSEWHERE = {"host_overhead": host_overhead.main, "memory": memory.main}  # suites that count something else than time on the GPU
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """'1k,4096,16k' -> (1024, 4096, 16384)"""
     return tuple(int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",") if part)
@@ -121,9 +95,9 @@ def names(text: str) -> tuple[str, ...]:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="python -m benchmarks.run", description="Attention providers, gated and timed in one interleaved run.")
-    p.add_argument("--suite", required=True, choices=SUITES)
+    p.add_argument("--suite", required=True, choices=SUITES, help=f"or {', '.join(ELSEWHERE)}, which have options of their own")
     p.add_argument("--directions", type=names, default=DIRECTIONS, help="fwd,bwd")
-    p.add_argument("--providers", type=names, default=None, help="see benchmarks/providers.py; default: our kernels, fast peers")
+    p.add_argument("--providers", type=names, default=None, help="see flashattn/roofline/peers.py; default: our kernels, fast peers")
     p.add_argument("--rounds", type=int, default=7, help="turns of each provider; the median is kept (default 7)")
     p.add_argument("--slice-ms", type=float, default=25.0, help="milliseconds of back-to-back calls in one turn (default 25)")
     p.add_argument("--seqlens", type=numbers, default=None, help="only these lengths, as 1k,4k,16k")
@@ -137,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def run_suite(
-    args: argparse.Namespace, workloads: tuple[Workload, ...], providers: tuple[Provider, ...], command: str, say: Callable[[str], None]
+    args: argparse.Namespace, workloads: tuple[Workload, ...], providers: tuple[Provider, ...], command: str, say: Callable[..., None]
 ) -> list[dict]:
     """Measures every workload, writing the record after each (workload, direction); the rows of this run."""
     device = torch.device(args.device)
@@ -146,13 +120,18 @@ def run_suite(
     gate, clock = Gate(device), clock_for(device)
     date, versions = report.today(), report.versions(device)
     run = {"date": date, "command": command, "versions": versions, "gpu_start": gpu_state(device), "gpu_end": None}
+    known, ceilings = detect(gpu), report.NO_CEILINGS
+    if device.type == "cuda":
+        ceilings = measure_ceilings(device, torch.bfloat16, clock)
+        run["ceilings"] = asdict(ceilings)
+        say(f"a matmul reaches {ceilings.peak / 1e12:.0f} TFLOP/s, a copy {ceilings.bandwidth / 1e9:.0f} GB/s")
     record.begin(run)
     common = {"suite": args.suite, "gpu": gpu, "date": date, "command": command, "versions": versions}
     rows: list[dict] = []
     start = time.monotonic()
     for index, workload in enumerate(workloads, 1):
         for direction in args.directions:
-            new = measure(workload, direction, providers, gate, clock, args.rounds, args.slice_ms)
+            new = measure(workload, direction, providers, gate, clock, args.rounds, args.slice_ms, known, ceilings)
             run["gpu_end"] = gpu_state(device)
             state = run["gpu_end"] or {}
             hot = {"sm_mhz": state.get("clocks.sm"), "watts": state.get("power.draw")}
@@ -161,13 +140,18 @@ def run_suite(
             record.write()
             rows += new
             speeds = " ".join(f"{row['provider']}:{row['tflops']:.4g}" for row in new if row["ms"] is not None)
-            say(f"[{index}/{len(workloads)} {time.monotonic() - start:.0f} s] {workload.name} {direction} TFLOP/s {speeds or 'none'}")
+            say(f"[{index}/{len(workloads)} {time.monotonic() - start:.0f} s] {workload.name} {direction} TFLOP/s {speeds or 'none'}", 1)
     say(f"wrote {record.path}")
     return rows
 
 
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
+    first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    first.add_argument("--suite")
+    asked, rest = first.parse_known_args(argv)
+    if asked.suite in ELSEWHERE:
+        return ELSEWHERE[asked.suite](rest)
     command_line = parser()
     args = command_line.parse_args(argv)
     try:
@@ -187,7 +171,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.warm:
         warm_in_parallel("benchmarks.run", argv, args.warm)
     command = "python -m benchmarks.run " + shlex.join(argv)
-    rows = run_suite(args, workloads, providers, command, partial(print, flush=True))
+    with report.progress(len(workloads) * len(args.directions)) as say:
+        rows = run_suite(args, workloads, providers, command, say)
     report.print_table(*report.pivot(rows), title=f"TFLOP/s, {report.device_name(torch.device(args.device))}, suite {args.suite}")
     print("\n".join(["", *report.failures(rows)]))
     return 0 if any(row["ms"] is not None for row in rows) else 1

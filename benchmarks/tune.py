@@ -28,14 +28,14 @@ import torch
 from torch import Tensor
 
 from benchmarks import report
-from benchmarks.gate import Gate, excess, relative_error
-from benchmarks.providers import Inputs, attempt, cu_seqlens
 from benchmarks.run import names, numbers, warm_in_parallel
-from benchmarks.timing import Call, clock_for, interleave
 from benchmarks.workloads import WORKLOADS, Workload
 from flashattn.dispatch.configs import Config
 from flashattn.dispatch.configs.portable import ROWS
 from flashattn.dispatch.table import TABLES, padded_head_dim, portable_rows
+from flashattn.roofline.calls import Inputs, attempt, cu_seqlens
+from flashattn.roofline.gate import Gate, excess, relative_error
+from flashattn.roofline.timing import Call, clock_for, interleave
 
 # kernel -> (what it writes, products of length head_dim, products of length head_dim_v); delta has no products, so its bytes are counted
 FAMILIES = {

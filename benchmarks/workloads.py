@@ -1,132 +1,17 @@
-"""Named attention workloads, and how much work each one is.
+"""Named attention workloads in suites, so that tests, benchmarks and tuning speak of the same shapes by the same names.
 
-A workload is plain data, so tests, benchmarks and tuning speak of the same shapes by the same names. Work is counted exactly, by
-`flashattn.explain`'s own formulas: only the (query, key) pairs that the mask keeps, one multiply-add as two FLOPs, softmax not counted (the
-field's convention). Packed sequences are counted one by one, where `explain`, which knows no lengths, has an upper bound.
+What a workload is, and how much work it is, is in `flashattn.roofline.workload`.
 
-Surprising fact: papers halve the FLOPs of a causal square; the exact count is S (S + 1) / 2 pairs, 0.2 % more at S = 512.
+Surprising fact: a suite of one paper is a shape that another paper left out: nobody's grid has grouped heads, a window and short sequences.
 """
 
+import math
 import random
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
 
-import torch
+from flashattn.roofline.workload import DIRECTIONS, Workload, packed, square
 
-from flashattn.dispatch.explain import work
-from flashattn.problem import Problem, canonical_window, default_scale
-
-DIRECTIONS = ("fwd", "bwd")
-PASSES = dict(zip(DIRECTIONS, ("forward", "backward"), strict=True))
-GATE_LENGTH = 1024  # fp64 scores of this length still fit everywhere, and it spans several tiles of every kernel
-
-
-@dataclass(frozen=True)
-class Workload:
-    """One attention call: shapes, mask, dtype. `causal` and `window` mean what they mean in `flashattn.attention`.
-
-    lengths: of packed sequences, as many queries as keys in each; `batch` is then their number and `seqlen_*` the longest.
-    """
-
-    name: str
-    batch: int
-    seqlen_q: int
-    seqlen_k: int
-    heads_q: int
-    heads_kv: int
-    head_dim: int
-    head_dim_v: int
-    causal: bool | str = False
-    window: tuple[int | None, int | None] | None = None
-    dtype: str = "bfloat16"
-    lengths: tuple[int, ...] = ()
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return getattr(torch, self.dtype)
-
-    @property
-    def group(self) -> int:
-        return self.heads_q // self.heads_kv
-
-    @property
-    def packed(self) -> bool:
-        return bool(self.lengths)
-
-    @property
-    def rows(self) -> tuple[int, int, int]:
-        """(batch entries, query rows of one, key rows of one) of the tensors; packed sequences share one entry."""
-        return (1, sum(self.lengths), sum(self.lengths)) if self.packed else (self.batch, self.seqlen_q, self.seqlen_k)
-
-    def problem(self) -> Problem:
-        left, right, top_left = canonical_window(self.causal, self.window)
-        _, total_q, total_k = self.rows if self.packed else (0, 0, 0)
-        return Problem(
-            dtype=self.dtype, batch=self.batch, seqlen_q=self.seqlen_q, seqlen_k=self.seqlen_k, heads_q=self.heads_q,
-            heads_kv=self.heads_kv, head_dim=self.head_dim, head_dim_v=self.head_dim_v, softmax_scale=default_scale(self.head_dim),
-            window_left=left, window_right=right, top_left=top_left, varlen=self.packed, total_q=total_q, total_k=total_k,
-        )
-
-    def pairs(self) -> int:
-        """(query, key) pairs that the mask keeps, over all query heads and batch entries."""
-        return self.flops("fwd") // (2 * (self.head_dim + self.head_dim_v))
-
-    def flops(self, direction: str) -> int:
-        """FLOPs of one call.
-
-        Forward: 2 pairs (D + Dv), the products Q K^T and P V; 4 B H Sq Sk D without a mask and with D = Dv.
-        Backward: 2 pairs (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS K, dS^T Q; 2.5 times the forward when D = Dv.
-        """
-        _check_direction(direction)
-        return _work(self, PASSES[direction])[0]
-
-    def minimal_bytes(self, direction: str) -> int:
-        """Fewest bytes through device memory: every input read once, every output written once.
-
-        Forward: q, k, v in, out and the fp32 lse out. Backward: q, k, v, out, dout and lse in, dq, dk, dv out.
-        """
-        _check_direction(direction)
-        return _work(self, PASSES[direction])[1]
-
-    def reduced(self, limit: int = GATE_LENGTH) -> "Workload":
-        """The same kind of call (dtype, head dims, group, mask, tile-crossing lengths) small enough for the fp64 oracle.
-
-        The name is dropped: workloads of one kind reduce to equal values, so the oracle judges each kind once.
-        """
-        heads_kv = min(self.heads_kv, 2)
-        lengths = tuple(min(length, limit) for length in self.lengths)
-        return replace(
-            self, name="reduced", batch=len(lengths) or 2, seqlen_q=min(self.seqlen_q, limit), seqlen_k=min(self.seqlen_k, limit),
-            heads_q=heads_kv * self.group, heads_kv=heads_kv, lengths=lengths,
-        )
-
-
-@lru_cache(maxsize=1024)
-def _work(workload: Workload, direction: str) -> tuple[int, int]:
-    """(FLOPs, bytes). A packed call is its sequences, each a dense call of one batch entry."""
-    whole = workload.problem()
-    alone = replace(whole, batch=1, varlen=False, total_q=0, total_k=0)
-    problems = [replace(alone, seqlen_q=length, seqlen_k=length) for length in workload.lengths] if workload.packed else [whole]
-    counted = [work(problem) for problem in problems]
-    return sum(flops[direction] for flops, _ in counted), sum(moved[direction] for _, moved in counted)
-
-
-def _check_direction(direction: str) -> None:
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction is {direction!r}; known are {', '.join(DIRECTIONS)}")
-
-
-def square(name: str, batch: int, seqlen: int, heads_q: int, heads_kv: int, head_dim: int, causal: bool, dtype="bfloat16") -> Workload:
-    """Self-attention: as many keys as queries, one head dim."""
-    return Workload(name, batch, seqlen, seqlen, heads_q, heads_kv, head_dim, head_dim, causal, None, dtype)
-
-
-def packed(
-    name: str, lengths: tuple[int, ...], heads_q: int, heads_kv: int, head_dim: int, causal: bool = True, dtype="bfloat16"
-) -> Workload:
-    """Self-attention of packed sequences."""
-    longest = max(lengths)
-    return Workload(name, len(lengths), longest, longest, heads_q, heads_kv, head_dim, head_dim, causal, None, dtype, lengths)
+__all__ = ["DIRECTIONS", "MIXED", "SUITES", "WORKLOADS", "Workload", "packed", "select", "square"]
 
 
 def fa3_grid() -> tuple[Workload, ...]:
@@ -201,6 +86,64 @@ def kinds() -> tuple[Workload, ...]:
     )
 
 
+def models() -> tuple[Workload, ...]:
+    """Attention of models that people run, 16 384 tokens each, causal: their heads, head dims and windows, from the papers and cards.
+
+    gpt-oss keeps 128 keys in every other layer, the query's own among them. DeepSeek-V3 is the form in which it is trained, with the
+    latent expanded: 192 for queries and keys, 128 for values.
+    """
+    made = {"llama3-70b": (64, 8, 128), "qwen3-32b-64-8": (64, 8, 128), "qwen3-235b-64-4": (64, 4, 128), "gpt-oss-full": (64, 8, 64)}
+    lengths = {"llama3-70b": (2048, 8192), "qwen3-32b-64-8": (4096, 16384), "qwen3-235b-64-4": (4096,), "gpt-oss-full": (2048, 8192)}
+    grouped = [
+        square(f"{name}-s{seqlen}", 16384 // seqlen, seqlen, *made[name], True) for name, found in lengths.items() for seqlen in found
+    ]
+    window = [
+        replace(square(f"gpt-oss-window-128-s{seqlen}", 16384 // seqlen, seqlen, 64, 8, 64, True), window=(127, 0))
+        for seqlen in (2048, 8192)
+    ]
+    latent = [Workload(f"deepseek-v3-s{seqlen}", 16384 // seqlen, seqlen, seqlen, 128, 128, 192, 128, True) for seqlen in (2048, 8192)]
+    return (*(workload for workload in llama3_8b() if workload.seqlen_q in (2048, 8192)), *grouped, *window, *latent)
+
+
+def _log_normal(total: int, median: int, sigma: float, most: int) -> tuple[int, ...]:
+    """Lengths whose logarithm is normal, as those of documents nearly are; the same every time, the last is what is left."""
+    draw, lengths = random.Random(0), []
+    while total > 0:
+        lengths.append(min(max(1, round(draw.lognormvariate(math.log(median), sigma))), most, total))
+        total -= lengths[-1]
+    return tuple(lengths)
+
+
+def varlen() -> tuple[Workload, ...]:
+    """32 768 tokens of packed causal documents: lengths log-normal around a median of 500, up to 8192, in batches of multi-head and grouped
+    attention, and of chat turns (median 120)."""
+    documents, turns = _log_normal(32768, 500, 1.2, 8192), _log_normal(32768, 120, 0.9, 2048)
+    return (
+        packed("varlen-documents-d64", documents, 32, 32, 64),
+        packed("varlen-documents-d128", documents, 16, 16, 128),
+        packed("varlen-documents-gqa-32-8", documents, 32, 8, 128),
+        packed("varlen-turns-d128", turns, 16, 16, 128),
+        packed("varlen-turns-gqa-32-8", turns, 32, 8, 128),
+    )
+
+
+def short() -> tuple[Workload, ...]:
+    """Sequences of a tile or two, 16 384 tokens a batch: what is left of a kernel when its loop hardly runs."""
+    return tuple(
+        square(f"short-d{head_dim}-s{seqlen}{'-causal' if causal else ''}", 16384 // seqlen, seqlen, heads, heads, head_dim, causal)
+        for head_dim, heads in ((64, 16), (128, 16))
+        for causal in (False, True)
+        for seqlen in (64, 128, 197, 256)
+    )
+
+
+def papers() -> tuple[Workload, ...]:
+    """Shapes that papers measured: GPT-2 medium's attention (Dao et al. 2022, figure 2: S 1024, D 64, 16 heads, batch 64), fp16."""
+    return tuple(
+        square(f"gpt2-medium-s1024{'-causal' if causal else ''}", 64, 1024, 16, 16, 64, causal, "float16") for causal in (False, True)
+    )
+
+
 def smoke() -> tuple[Workload, ...]:
     """Tiny shapes that take every path of the benchmark in seconds on a CPU; their speeds mean nothing.
 
@@ -214,7 +157,10 @@ def smoke() -> tuple[Workload, ...]:
     )
 
 
-SUITES = {"fa3": fa3_grid(), "llama3": llama3_8b(), "packed": packed_16k(), "dims": odd_head_dims(), "kinds": kinds(), "smoke": smoke()}
+SUITES = {
+    "fa3": fa3_grid(), "llama3": llama3_8b(), "packed": packed_16k(), "dims": odd_head_dims(), "kinds": kinds(), "models": models(),
+    "varlen": varlen(), "short": short(), "papers": papers(), "smoke": smoke(),
+}  # fmt: skip
 WORKLOADS = {workload.name: workload for suite in SUITES.values() for workload in suite}
 
 

@@ -20,7 +20,6 @@ import platform
 import statistics
 import sys
 import sysconfig
-import time
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -28,6 +27,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashattn.roofline import MFUMeter, detect, mfu, train_flops_per_token
 from gpt import GPT, generate, make_attention
 
 # Slow warm-up and a learning rate below the edge of stability: beyond it the rounding of two attentions grows into different losses.
@@ -44,8 +44,6 @@ SIZES = {
     "batch": "sequences of a step",
     "steps": "of the optimizer",
 }
-# Dense bf16 TFLOP/s of the data sheets; the first name found in the device's name counts.
-PEAKS = {"H100 PCIe": 756, "H100 NVL": 835, "H200 NVL": 835, "H100": 989, "H200": 989, "A100": 312, "GB200": 2500, "B200": 2250}
 SDPA_BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "flash": SDPBackend.FLASH_ATTENTION,
@@ -93,16 +91,6 @@ class Windows:
         return window[:, :-1], window[:, 1:]
 
 
-def flops_per_token(parameters, cfg):
-    """Training FLOPs: 6 per parameter (2 forward, 4 backward; the tied embedding is the head's product) and, per layer, 12*H*Q*T for
-    q k^T and p v, half of it because the mask is causal (PaLM, arXiv 2204.02311, appendix B, with the half)."""
-    return 6 * parameters + 12 * cfg.layers * cfg.width * cfg.seq / 2
-
-
-def peak_tflops(name):
-    return next((peak for part, peak in PEAKS.items() if part in name), None)
-
-
 def learning_rate(step, cfg):
     """Linear warm-up over a third of the steps, then half a cosine to zero."""
     warmup = max(1, cfg.steps // 3)
@@ -115,7 +103,7 @@ def evaluate(model, data, cfg):
     return torch.stack([model(*data(s)) for s in data.starts(cfg.val_batches * cfg.batch).split(cfg.batch)]).mean().item()
 
 
-def train(model, data, val_data, cfg, report, flops, peak):
+def train(model, data, val_data, cfg, report, meter):
     """Returns the loss of every step, [(step, validation loss)] and the tokens/s of every full interval of --log-every steps but the first.
 
     The loop touches the host only once an interval: losses stay on the device until then, and reading one is the only synchronisation."""
@@ -124,7 +112,8 @@ def train(model, data, val_data, cfg, report, flops, peak):
     optimizer = torch.optim.AdamW(groups, lr=cfg.lr, betas=(0.9, 0.99), fused=cfg.device.split(":")[0] in ("cuda", "cpu"))
     starts = data.random_starts(cfg.steps, cfg.batch, cfg.seed)
     losses, validation, rates = torch.zeros(cfg.steps, device=cfg.device), [], []
-    began, since = time.perf_counter(), 0
+    meter.start()
+    since = 0
     for step in range(cfg.steps):
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, cfg)
@@ -141,17 +130,18 @@ def train(model, data, val_data, cfg, report, flops, peak):
         now_loss = losses[step].item()
         if not math.isfinite(now_loss):
             raise FloatingPointError(f"the loss of step {done} is {now_loss}: lower --lr")
-        rate = (done - since) * cfg.batch * cfg.seq / (time.perf_counter() - began)
+        speed = meter.lap((done - since) * cfg.batch * cfg.seq)
         if since and done - since == cfg.log_every:  # the first interval compiles and warms up
-            rates.append(rate)
-        status = f"loss {now_loss:.4f}  {rate:,.0f} tokens/s"
-        if peak:
-            status += f"  MFU {rate * flops / peak / 1e12:.1%}"
+            rates.append(speed.tokens_per_second)
+        status = f"loss {now_loss:.4f}  {speed.tokens_per_second:,.0f} tokens/s"
+        if speed.mfu is not None:
+            status += f"  MFU {speed.mfu:.1%}"
         if validate:
             validation.append((done, evaluate(model, val_data, cfg)))
             status += f"  validation {validation[-1][1]:.4f}"
         report(done, status)
-        began, since = time.perf_counter(), done
+        meter.start()  # without the validation and the report
+        since = done
     return losses.tolist(), validation, rates
 
 
@@ -254,17 +244,18 @@ def main(argv=None):
     model = GPT(cfg, attention, dtype).to(cfg.device)  # drawn on the CPU: the same weights on every device
     parameters = sum(p.numel() for p in model.parameters())
     device = torch.cuda.get_device_name(cfg.device) if cfg.device.startswith("cuda") else f"{cfg.device} ({platform.machine()})"
-    peak, flops = peak_tflops(device), flops_per_token(parameters, cfg)
+    flops = train_flops_per_token(parameters, cfg.layers, cfg.width, cfg.seq, causal=True)  # the tied embedding is the head's product
+    meter = MFUMeter(flops, detect(device))
     print(f"data   {description}, {len(val_text) / 1e6:.2f} MB of them for validation")
     shape = f"{cfg.layers} layers, width {cfg.width}, {cfg.heads} heads ({cfg.kv_heads} of k and v), {cfg.mlp}"
     print(f"model  {parameters:,} parameters: {shape}")
     print(f"run    {device}, {cfg.dtype}, attention {cfg.attention}, {cfg.steps} steps of {cfg.batch} x {cfg.seq} tokens, seed {cfg.seed}")
     print(f"FLOPs  6*N + 12*L*H*Q*T/2 = {flops / 1e9:.3g} GFLOP per token (N parameters, L layers, H*Q width, T sequence; /2: causal)")
-    if peak:
-        print(f"MFU    tokens/s * FLOPs / {peak} TFLOP/s, the dense bf16 peak of this GPU")
+    if meter.peak:
+        print(f"MFU    tokens/s * FLOPs / {meter.peak / 1e12:g} TFLOP/s, the dense bf16 peak of this GPU")
     backend = sdpa_kernel(SDPA_BACKENDS[cfg.sdpa_backend]) if cfg.sdpa_backend else contextlib.nullcontext()
     with backend, progress(cfg.steps) as report:
-        losses, validation, rates = train(torch.compile(model) if cfg.compile else model, data, val_data, cfg, report, flops, peak)
+        losses, validation, rates = train(torch.compile(model) if cfg.compile else model, data, val_data, cfg, report, meter)
         prompt = cfg.prompt.encode() if cfg.prompt else val_text[:64]
         sample = generate(model, prompt, cfg.sample, cfg.seed)
     rate = statistics.median(rates) if rates else None
@@ -276,13 +267,13 @@ def main(argv=None):
         "versions": {"python": platform.python_version(), **{name: version(name) for name in ("torch", "triton", "flashattn")}},
         "parameters": parameters,
         "flops_per_token": flops,
-        "peak_tflops": peak,
+        "peak_tflops": meter.peak and meter.peak / 1e12,
         "loss": losses,
         "final_loss": statistics.fmean(losses[-20:]),
         "validation": validation,
         "validation_loss": validation[-1][1],
         "tokens_per_second": rate,
-        "mfu": rate * flops / peak / 1e12 if rate and peak else None,
+        "mfu": mfu(flops, rate, meter.peak) if rate and meter.peak else None,
     }
     save(cfg.out, record, sample)
     print(f"\n{sample.decode(errors='replace')}\n")

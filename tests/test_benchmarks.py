@@ -10,12 +10,12 @@ from functools import partial
 import pytest
 import torch
 from benchmarks import host_overhead, memory, report, run
-from benchmarks.providers import Inputs
-from benchmarks.timing import Call
 from benchmarks.workloads import MIXED, SUITES, WORKLOADS, Workload, packed, select, square
 
 from flashattn.dispatch.table import padded_head_dim
 from flashattn.reference import keep_mask
+from flashattn.roofline.calls import Inputs
+from flashattn.roofline.timing import Call
 
 CPU = torch.device("cpu")
 TINY = square("tiny", 1, 24, 2, 1, 16, True, "float32")
@@ -86,7 +86,7 @@ def test_suites_are_what_their_names_say():
     assert all(w.packed and sum(w.lengths) == 16384 and max(w.lengths) == w.seqlen_q == w.seqlen_k for w in SUITES["packed"])
     assert WORKLOADS["packed-16k"].flops("bwd") == WORKLOADS["fa3-d128-s4096-causal"].flops("bwd"), "what a dense batch of them would be"
     assert all(padded_head_dim(w.head_dim) != w.head_dim for w in SUITES["dims"])
-    assert len(WORKLOADS) == sum(map(len, SUITES.values())), "two workloads share a name"
+    assert all(WORKLOADS[w.name] == w for suite in SUITES.values() for w in suite), "two workloads share a name"
 
 
 def test_selection():

@@ -12,12 +12,13 @@ from itertools import pairwise
 import pytest
 import torch
 from benchmarks import run
-from benchmarks.gate import Gate, disagreement, excess
-from benchmarks.providers import PROVIDERS, Inputs, Provider, attempt, choose
-from benchmarks.timing import Call, Sample, WallClock, gpu_state, interleave, turn_order
 from benchmarks.workloads import DIRECTIONS, square
 
 from flashattn.dispatch.table import KERNELS
+from flashattn.roofline.calls import Inputs, Provider, attempt
+from flashattn.roofline.gate import Gate, disagreement, excess
+from flashattn.roofline.peers import PROVIDERS, choose
+from flashattn.roofline.timing import Call, Sample, WallClock, gpu_state, interleave, turn_order
 
 CPU = torch.device("cpu")
 TINY = square("tiny", 1, 24, 2, 1, 16, True, "float32")

@@ -10,12 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from benchmarks import providers
-from benchmarks.gate import Gate
-from benchmarks.providers import PROVIDERS, Inputs, Provider
 from benchmarks.workloads import DIRECTIONS, packed, square
 
 from flashattn.reference import attention_varlen_reference
+from flashattn.roofline import peers as providers
+from flashattn.roofline.calls import Inputs, Provider
+from flashattn.roofline.gate import Gate
+from flashattn.roofline.peers import PROVIDERS
 
 CPU = torch.device("cpu")
 PACKED = packed("tiny-packed", (13, 1, 10), 4, 2, 16, dtype="float32")

@@ -278,13 +278,14 @@ def test_an_amd_gpu_is_not_the_nvidia_one_that_torch_says_it_is(monkeypatch):
     monkeypatch.setattr(torch.version, "hip", "6.4")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "AMD Instinct MI300X")
     _machine.cache_clear()
     try:
         with FakeTensorMode():
             q = torch.empty(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
         found = explain(q, q, q)
         assert (found.problem.device, found.problem.capability) == ("hip", None)
-        assert found.kernels == {"forward": "eager", "backward": "eager"}
+        assert found.kernels == {"forward": "eager", "backward": "eager"} and found.gpu == "MI300X"
         assert "ROCm" in found.passed_over["forward"]["portable"][0]
         with pytest.raises(NotImplementedError, match=r"AMD GPUs \(ROCm\) are untested"):
             explain(q, q, q, impl="portable")

@@ -1,7 +1,7 @@
 """What the documents say runs, and what they point to is there.
 
-The python blocks of README.md run in order, in one namespace, as a reader would type them. A block that can't run everywhere is fenced
-```python no-run. Links to other sites are not followed.
+The python blocks of README.md and of the pages in docs run in order, in one namespace, as a reader would type them. A block that can't run
+everywhere is fenced ```python no-run. What a ```console block shows is what its commands print. Links to other sites are not followed.
 """
 
 import json
@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from benchmarks import readme
+from benchmarks import console, readme
 
 REPOSITORY = Path(__file__).parent.parent
-DOCUMENTS = sorted(REPOSITORY.glob("*.md"))
+PAGES = sorted(REPOSITORY.glob("docs/*.md"))
+DOCUMENTS = [*sorted(REPOSITORY.glob("*.md")), *PAGES]
 
 
 class Block(NamedTuple):
@@ -64,11 +65,19 @@ def broken_links(document: Path) -> list[str]:
     return broken
 
 
-def test_the_readme_runs(tmp_path, monkeypatch):
+@pytest.mark.parametrize("document", [REPOSITORY / "README.md", *PAGES], ids=lambda document: document.name)
+def test_code_in_documents_runs(document, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)  # what it writes stays out of the repository
-    text = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    assert runnable(text), "README.md shows no code that runs"
-    run("README.md", text)
+    text = document.read_text(encoding="utf-8")
+    assert runnable(text), f"{document.name} shows no code that runs"
+    run(document.name, text)
+
+
+@pytest.mark.parametrize("document", PAGES, ids=lambda document: document.name)
+def test_pages_show_what_their_commands_print(document):
+    """Not so? `python -m benchmarks.console docs/PAGE.md` runs them anew."""
+    text = document.read_text(encoding="utf-8")
+    assert console.BLOCK.search(text) and console.replaced(text) == text
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
@@ -142,6 +151,25 @@ def test_other_suites_get_tables_of_their_own(tmp_path):
     assert "heads x dim 2048 or 4096" in text and "h200-packed.json" in text
 
 
+def test_the_papers_tables_are_told_when_they_were_measured(tmp_path):
+    results(tmp_path, ROWS)
+    size = [{"provider": "flashattn", "seqlen": 4096, "peak_bytes": 2**29, "failure": None}]
+    one = {"provider": "standard", "read": 3e9, "written": 1e9, "ms": 2.0, "predicted": None}
+    moved = [one | {"direction": direction} for direction in ("fwd", "bwd")]
+    for name, rows in (("memory-paper", size), (readme.DRAM, moved)):
+        document = {"date": "2030-01-02T03:04:05Z", "command": f"measure {name}", "rows": rows}
+        (tmp_path / f"h200-{name}.json").write_text(json.dumps(document))
+    text = " ".join(readme.section(tmp_path).split())
+    assert "flash at 4096: published 836 MB (A100, Dao et al. 2022); measured MiB: flashattn 512;" in text
+    assert "(benchmarks/results/h200-dram-gpt2-medium-s1024.json), 2030-01-02): standard: 8.0 GB and 4.00 ms" in text
+    assert "40.3 -> 4.4 GB" in text and "measure memory-paper measure dram-gpt2-medium-s1024 python -m benchmarks.readme" in text
+
+
+def test_a_window_is_in_the_label():
+    labels = [readme.label(readme.WORKLOADS[name]) for name in ("gpt-oss-window-128-s2048", "gpt-oss-full-s2048")]
+    assert labels == ["D 64, S 2048, heads 64/8, causal, window 128", "D 64, S 2048, heads 64/8, causal"]
+
+
 def test_results_of_different_versions_are_refused(tmp_path):
     results(tmp_path, ROWS)
     data = json.loads((tmp_path / "h200-fa3.json").read_text())
@@ -195,6 +223,19 @@ def test_blocks_run_in_order_and_errors_name_their_line():
     last = error.traceback[-1]
     assert (str(last.path).endswith("planted.md"), last.lineno + 1) == (True, 17)
     assert PLANTED.splitlines()[16] == "raise LookupError(c)"
+
+
+def test_stale_output_is_found_and_written_anew(tmp_path, capsys):
+    path, tally = tmp_path / "page.md", "python -m flashattn.roofline lab --tally"
+    path.write_text(f"before\n```console\n$ {tally}\nstale\n```\n```sh\n$ {tally}\n```\n")
+    assert console.main([str(path), "--check"]) == 1 and "out of date" in capsys.readouterr().out and "stale" in path.read_text()
+    assert console.main([str(path)]) == 0 and console.main([str(path), "--check"]) == 0
+    text = path.read_text()
+    assert text.startswith(f"before\n```console\n$ {tally}\nA running tally") and "stale" not in text
+    assert text.endswith(f"4.8046\n```\n```sh\n$ {tally}\n```\n")
+    assert console.output("python -m flashattn.roofline ops --gpu none").startswith("flashattn.roofline: no GPU 'none'")
+    with pytest.raises(ValueError, match="'rm -r x': expected a command that begins with"):
+        console.output("rm -r x")
 
 
 def test_broken_links_are_found(tmp_path):

@@ -14,6 +14,7 @@ from flashattn.dispatch.explain import explain as explain_problem
 from flashattn.dispatch.table import hopper_reasons, hopper_rows, portable_reasons, portable_rows
 from flashattn.problem import Problem
 from flashattn.reference import keep_mask
+from flashattn.roofline import detect
 from support import dense, packed
 
 PROBLEM = Problem("bfloat16", 2, 128, 256, 4, 2, 64, 64, 0.125, capability=(9, 0))
@@ -130,3 +131,60 @@ def test_explain_on_this_gpu():
         assert explain(q.float(), q.float(), q.float()).problem.tf32
     finally:
         torch.backends.cuda.matmul.fp32_precision = before
+
+
+# ----------------------------------------------------------------------------------------------------------------------- the roofline
+
+
+def test_explain_tells_the_roofline_of_a_known_gpu():
+    """2 x 4 heads x 128 x 256 pairs: the bytes take longer than the products on an H200, the other way round on a GPU given by hand."""
+    found = explain_problem(PROBLEM, None, "H200")
+    for direction in ("forward", "backward"):
+        bound = found.bounds[direction]
+        assert bound.memory_s == found.bytes[direction] / 4.8e12 and bound.compute_s == found.flops[direction] / 989e12
+        assert bound.binds == "memory"
+        assert f"    roofline of the H200: {bound.seconds * 1e6:.4g} us, bound by memory\n" in f"{found}\n"
+    long = explain_problem(replace(PROBLEM, seqlen_q=8192, seqlen_k=8192), None, "H200")
+    assert str(long).count("bound by arithmetic") == 2
+    assert explain_problem(PROBLEM, None).bounds == {} and "roofline" not in str(explain_problem(PROBLEM, None))
+    with pytest.raises(ValueError, match="no GPU 'H20O' in the table"):
+        explain_problem(PROBLEM, None, "H20O")
+
+
+def test_products_of_float32_have_a_peak_of_their_own():
+    single = replace(PROBLEM, dtype="float32", seqlen_q=8192, seqlen_k=8192)
+    found = {tf32: explain_problem(replace(single, tf32=tf32), None, "H200") for tf32 in (False, True)}
+    peaks = {tf32: one.flops["forward"] / one.bounds["forward"].compute_s for tf32, one in found.items()}
+    assert {tf32: round(peak / 1e12) for tf32, peak in peaks.items()} == {False: 67, True: 494}
+
+
+def test_a_measured_time_gets_its_share_of_the_bound():
+    known = explain_problem(PROBLEM, None, "H200")
+    bound_ms = known.bounds["forward"].seconds * 1e3
+    found = known.measured(forward=4 * bound_ms)
+    assert found.measured_ms == {"forward": 4 * bound_ms} and known.measured_ms == {}
+    assert str(found).count("measured:") == 1
+    (line,) = (line for line in str(found).splitlines() if "measured:" in line)
+    tflops = known.flops["forward"] / (4 * bound_ms) / 1e9
+    assert line == f"    measured: {4 * bound_ms * 1e3:.4g} us, {tflops:.4g} TFLOP/s, 25.0% of that roofline"
+    both = found.measured(backward=1.0)
+    assert set(both.measured_ms) == {"forward", "backward"}
+    stranger = str(explain_problem(PROBLEM, None).measured(forward=1.0))
+    assert "measured: 1000 us" in stranger and "roofline" not in stranger
+    with pytest.raises(ValueError, match="backward=0: expected positive milliseconds"):
+        known.measured(backward=0)
+
+
+def test_explain_takes_the_name_of_a_gpu():
+    q = torch.empty(1, 128, 2, 64, device="meta", dtype=torch.float16)
+    assert explain(q, q, q, gpu="h100-sxm").gpu == "H100 SXM"
+    assert explain(q, q, q).gpu is None
+    cu = torch.zeros(3, dtype=torch.int32, device="meta")
+    assert "roofline of the H200: at most" in str(explain(q[0], q[0], q[0], cu, cu, gpu="H200"))
+
+
+@pytest.mark.gpu
+def test_explain_knows_this_gpu():
+    q = torch.empty(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
+    known = detect(torch.cuda.get_device_name())
+    assert explain(q, q, q).gpu == (known and known.name)

@@ -27,8 +27,21 @@ ARROWS = {
     "flashattn.checks": ({"problem"}, {"torch"}),
     "flashattn.reference": ({"problem"}, {"torch", "einops"}),
     "flashattn.eager": ({"problem"}, {"torch", "einops"}),
-    "flashattn.torch_ops": ({"problem", "checks", "dispatch", "launch"}, {"torch"}),
-    "flashattn.dispatch": ({"problem"}, set()),
+    "flashattn.torch_ops": ({"problem", "checks", "dispatch", "launch", "roofline.gpus"}, {"torch"}),
+    "flashattn.dispatch": ({"problem", "roofline.gpus", "roofline.work", "roofline.bound"}, set()),
+    "flashattn.roofline.gpus": (set(), set()),
+    "flashattn.roofline.work": ({"problem"}, set()),
+    "flashattn.roofline.bound": ({"roofline.gpus", "roofline.work"}, set()),
+    "flashattn.roofline.memory": ({"roofline.gpus", "roofline.work"}, set()),
+    "flashattn.roofline.model": ({"roofline.gpus", "roofline.work"}, set()),
+    "flashattn.roofline.timing": (set(), {"torch"}),
+    "flashattn.roofline.calls": ({"roofline.workload"}, {"torch"}),
+    "flashattn.roofline.peers": ({"api", "dispatch", "roofline.calls", "roofline.workload"}, {"torch"}),  # on top of the house
+    "flashattn.roofline.gate": ({"reference", "roofline.calls", "roofline.workload"}, {"torch"}),
+    "flashattn.roofline.workload": ({"problem", "roofline.work"}, {"torch"}),
+    "flashattn.roofline.measure": ({"roofline"}, {"torch"}),
+    "flashattn.roofline.cli": ({"reference", "roofline"}, {"torch"}),
+    "flashattn.roofline": ({"problem"}, set()),
     "flashattn.launch": ({"problem", "dispatch", "kernels"}, {"torch", "triton"}),
     "flashattn.kernels.common": ({"kernels.structs"}, {"triton"}),
     "flashattn.kernels.portable": ({"kernels.common", "kernels.structs"}, {"triton"}),
@@ -153,6 +166,11 @@ PLANTED = [
     ("api.py", "from .launch import portable", "api must not import flashattn.launch.portable"),
     ("api.py", "from . import eager", "api must not import flashattn.eager"),
     ("api.py", "import triton.language as tl", "api must not import triton"),
+    ("api.py", "from .roofline import measure", "api must not import flashattn.roofline.measure"),
+    ("dispatch/explain.py", "from ..roofline.peers import ours", "dispatch must not import flashattn.roofline.peers.ours"),
+    ("roofline/work.py", "import torch", "roofline.work must not import torch"),
+    ("roofline/gpus.py", "from .work import Work", "roofline.gpus must not import flashattn.roofline.work.Work"),
+    ("roofline/memory.py", "def f():\n    import triton", "roofline.memory must not import triton"),
     ("__init__.py", "from .torch_ops import schemas", "flashattn must not import flashattn.torch_ops.schemas"),
     ("__init__.py", "import torch", "flashattn must not import torch"),
     ("torch_ops/schemas.py", "import triton", "torch_ops must not import triton"),
@@ -229,7 +247,8 @@ def test_import_loads_no_triton_and_starts_no_cuda():
 import sys, torch
 before = set(sys.modules)  # what torch itself loads is not ours
 import flashattn
-print([name for name in set(sys.modules) - before if name.partition('.')[0] == 'triton'], torch.cuda.is_initialized())
+loaded = set(sys.modules) - before
+print([name for name in loaded if name.partition('.')[0] == 'triton' or 'roofline' in name], torch.cuda.is_initialized())
 """
     assert python(code) == "[] False"
 

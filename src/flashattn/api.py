@@ -178,13 +178,19 @@ def explain(
     layout: str = "bshd",
     deterministic: bool = False,
     impl: str | None = None,
+    gpu: str | None = None,
 ) -> torch_ops.Explanation:
     """What :func:`attention` (or, with cu_seqlens, :func:`attention_varlen`) would run for this call, without running it.
 
     Arguments as there; tensors on the ``meta`` device or fakes of fixed sizes do, for their shapes. Returns an `Explanation`: print it,
     or read its fields: the kernel of each pass, why the ones before it in the table can't run, the tiles, FLOPs (4 * pairs * dim forward,
-    2.5 times that backward, kept pairs only) and the least bytes that must move. Raises what the call itself would raise, but doesn't
-    read the values of cu_seqlens.
+    2.5 times that backward, kept pairs only), the least bytes that must move, and the roofline: the least time that a GPU's peak and
+    bandwidth allow, and which of the two binds. `.measured(forward=ms, backward=ms)` adds how near a measured time comes to it.
+
+    gpu: whose roofline, a name in `flashattn.roofline.GPUS` as "H200"; default: the GPU of the tensors, if it is in that table. It doesn't
+    change which kernel is chosen.
+
+    Raises what the call itself would raise, but doesn't read the values of cu_seqlens; ValueError for an unknown `gpu`.
     """
     check_layout(layout)
     max_seqlens, limits = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}, (None, None)
@@ -201,4 +207,4 @@ def explain(
     *options, impl = options
     options.append(torch_ops.aligned(q, k, v))
     problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options)
-    return torch_ops.explain(problem, impl)
+    return torch_ops.explain(problem, impl, torch_ops.gpu_name(q.device) if gpu is None else gpu)

@@ -106,21 +106,26 @@ def check_lengths(side: str, values: list[int], rows: int, limit: int | None = N
         raise ValueError(f"max_seqlen_{side}={limit} but a sequence has {max(lengths)} rows: expected at least that")
 
 
-def kept_pairs(problem: Problem) -> int:
-    """Number of (query, key) pairs that the mask keeps, in one head of one batch entry: exact, in closed form.
+def window_pairs(rows: int, columns: int, diagonal: int, left: int | None, right: int | None) -> int:
+    """Number of pairs (i, j), 0 <= i < rows and 0 <= j < columns, with i + diagonal - left <= j <= i + diagonal + right: exact, in closed
+    form. A limit of None is none.
 
-    Row i keeps the keys j with max(0, i + d - left) <= j <= min(seqlen_k - 1, i + d + right); the two clipped ends are sums of
-    arithmetic progressions.
+    The columns of row i begin at clip(i + diagonal - left, 0, columns) and end before clip(i + diagonal + right + 1, 0, columns); both
+    sum over the rows to arithmetic progressions.
     """
-    sq, sk, diagonal = problem.seqlen_q, problem.seqlen_k, problem.diagonal()
 
     def clipped_sum(first: int) -> int:
-        """sum over i in [0, sq) of clip(first + i, 0, sk)"""
-        rising_from = min(max(-first, 0), sq)
-        rising_to = min(max(sk - first, rising_from), sq)
+        """sum over i in [0, rows) of clip(first + i, 0, columns)"""
+        rising_from = min(max(-first, 0), rows)
+        rising_to = min(max(columns - first, rising_from), rows)
         steps = rising_to - rising_from
-        return steps * first + (rising_from + rising_to - 1) * steps // 2 + (sq - rising_to) * sk
+        return steps * first + (rising_from + rising_to - 1) * steps // 2 + (rows - rising_to) * columns
 
-    ends = sq * sk if problem.window_right is None else clipped_sum(diagonal + problem.window_right + 1)
-    starts = 0 if problem.window_left is None else clipped_sum(diagonal - problem.window_left)
+    ends = rows * columns if right is None else clipped_sum(diagonal + right + 1)
+    starts = 0 if left is None else clipped_sum(diagonal - left)
     return ends - starts  # left and right are >= 0, so no row ends before it starts
+
+
+def kept_pairs(problem: Problem) -> int:
+    """Number of (query, key) pairs that the mask keeps, in one head of one batch entry."""
+    return window_pairs(problem.seqlen_q, problem.seqlen_k, problem.diagonal(), problem.window_left, problem.window_right)

@@ -1,8 +1,11 @@
-"""`flashattn.explain`: the choice made for a problem, in words and numbers, from the same table and rows that the call uses."""
+"""`flashattn.explain`: the choice made for a problem, in words and numbers, from the same table and rows that the call uses.
 
-from dataclasses import dataclass
+The roofline is imported when somebody asks: `import flashattn` needs none of it.
+"""
 
-from ..problem import Problem, kept_pairs
+from dataclasses import dataclass, field, replace
+
+from ..problem import Problem
 from .configs import Config
 from .select import select
 from .table import DIRECTIONS, KERNELS, Kernel
@@ -17,7 +20,8 @@ class Explanation:
     kernels: their names. passed_over: {name: reasons} of the kernels before each in the table. tiles: {pass: row}, without the passes that
     run in plain PyTorch. padded: {pass: (head_dim, head_dim_v)} as these tiles have them. flops and bytes: kept pairs only, and every
     tensor read or written once. Packed calls have upper bounds, as if each sequence had the maximal lengths, because lengths live on the
-    GPU.
+    GPU. gpu: of the roofline's table, or None. bounds: {pass: `roofline.Bound`} on it, none without a GPU. measured_ms: what `measured`
+    was told.
     """
 
     problem: Problem
@@ -27,6 +31,17 @@ class Explanation:
     padded: dict[str, tuple[int, int]]
     flops: dict[str, int]
     bytes: dict[str, int]
+    gpu: str | None = None
+    bounds: dict = field(default_factory=dict)
+    measured_ms: dict[str, float] = field(default_factory=dict)
+
+    def measured(self, *, forward: float | None = None, backward: float | None = None) -> "Explanation":
+        """The same with measured milliseconds, of which the print tells the share of the bound. ValueError unless they are positive."""
+        times = {name: ms for name, ms in (("forward", forward), ("backward", backward)) if ms is not None}
+        for name, ms in times.items():
+            if not ms > 0:
+                raise ValueError(f"{name}={ms!r}: expected positive milliseconds")
+        return replace(self, measured_ms=self.measured_ms | times)
 
     def __str__(self) -> str:
         p = self.problem
@@ -53,32 +68,25 @@ class Explanation:
         most = "at most " if p.varlen else ""
         for name, flops in self.flops.items():
             lines.append(f"  {name + ':':9} {most}{_units(flops, 'FLOP')}, {_units(self.bytes[name], 'B')} with each tensor moved once")
+            lines += self._roofline(name, most)
         return "\n".join(lines)
+
+    def _roofline(self, name: str, most: str) -> list[str]:
+        """The bound of a pass and, if it was measured, how near to it and how fast it ran."""
+        lines, ms = [], self.measured_ms.get(name)
+        if bound := self.bounds.get(name):
+            side = "by arithmetic" if bound.binds == "compute" else "by memory"
+            lines.append(f"    roofline of the {self.gpu}: {most}{bound.seconds * 1e6:.4g} us, bound {side}")
+        if ms is not None:
+            share = f", {most}{bound.share(ms / 1e3):.1%} of that roofline" if bound else ""
+            lines.append(f"    measured: {ms * 1e3:.4g} us, {most}{self.flops[name] / ms / 1e9:.4g} TFLOP/s{share}")
+        return lines
 
 
 def _units(number: int, unit: str) -> str:
     """Four digits and a prefix: 549.9 GFLOP."""
     steps = min(max(0, len(str(number)) - 1) // 3, len(_PREFIXES) - 1)
     return f"{number / 1000**steps:.4g} {_PREFIXES[steps]}{unit}"
-
-
-def work(problem: Problem) -> tuple[dict[str, int], dict[str, int]]:
-    """(FLOPs, bytes) of forward and backward: two products forward and five backward, over the kept pairs; tensors once each."""
-    pairs = problem.batch * kept_pairs(problem)
-    if problem.varlen:
-        pairs = min(pairs, problem.total_q * problem.seqlen_k, problem.total_k * problem.seqlen_q)
-    pairs *= problem.heads_q
-    flops = {
-        "forward": 2 * pairs * (problem.head_dim + problem.head_dim_v),
-        "backward": 2 * pairs * (3 * problem.head_dim + 2 * problem.head_dim_v),
-    }
-    rows_q = problem.total_q if problem.varlen else problem.batch * problem.seqlen_q
-    rows_k = problem.total_k if problem.varlen else problem.batch * problem.seqlen_k
-    both = problem.head_dim + problem.head_dim_v
-    once = problem.itemsize * both * (rows_q * problem.heads_q + rows_k * problem.heads_kv)
-    lse = 4 * rows_q * problem.heads_q
-    # forward: q, k, v, out and lse. backward: these and dout, dq, dk and dv, which are as large as out, q, k and v
-    return flops, {"forward": once + lse, "backward": 2 * once + lse}
 
 
 def _passed_over(problem: Problem, direction: str, chosen: Kernel, impl: str | None) -> dict[str, list[str]]:
@@ -89,7 +97,12 @@ def _passed_over(problem: Problem, direction: str, chosen: Kernel, impl: str | N
     return found
 
 
-def explain(problem: Problem, impl: str | None) -> Explanation:
+def explain(problem: Problem, impl: str | None, gpu: str | None = None) -> Explanation:
+    """gpu: its name in the roofline's table; ValueError for another one, None for no bound."""
+    from ..roofline.bound import bound_of
+    from ..roofline.gpus import find
+    from ..roofline.work import attention
+
     chosen = {direction: select(problem, direction, impl) for direction in DIRECTIONS}
     passed_over = {direction: _passed_over(problem, direction, kernel, impl) for direction, kernel in chosen.items()}
     tiles, padded = {}, {}
@@ -98,4 +111,9 @@ def explain(problem: Problem, impl: str | None) -> Explanation:
         tiles |= rows
         padded |= dict.fromkeys(rows, kernel.padded(problem, direction))
     kernels = {direction: kernel.name for direction, kernel in chosen.items()}
-    return Explanation(problem, kernels, passed_over, tiles, padded, *work(problem))
+    counted = {direction: attention(problem, direction) for direction in DIRECTIONS}
+    flops, moved = ({name: getattr(work, what) for name, work in counted.items()} for what in ("flops", "bytes"))
+    known = None if gpu is None else find(gpu)
+    dtype = "tf32" if problem.tf32 else problem.dtype
+    bounds = {} if known is None else {name: bound_of(work, known, dtype) for name, work in counted.items()}
+    return Explanation(problem, kernels, passed_over, tiles, padded, flops, moved, known and known.name, bounds)

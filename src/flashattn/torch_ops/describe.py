@@ -20,6 +20,14 @@ def _machine(device: torch.device) -> tuple[str, tuple[int, int] | None]:
     return device.type, torch.cuda.get_device_capability(device) if device.type == "cuda" and torch.cuda.is_available() else None
 
 
+def gpu_name(device: torch.device) -> str | None:
+    """Name in the roofline's table of the GPU that holds a tensor; None if it isn't there, or there is no GPU."""
+    from ..roofline.gpus import detect
+
+    found = detect(torch.cuda.get_device_name(device)) if device.type == "cuda" and torch.cuda.is_available() else None
+    return found and found.name
+
+
 def _tf32_allowed() -> bool:
     return torch.backends.cuda.matmul.fp32_precision == "tf32"
 

@@ -1,142 +1,23 @@
 """Who can compute attention here: this library kernel by kernel, and its peers.
 
-A provider turns a workload into closures for the forward and the backward pass, or into a sentence saying why it can't. The backward
-of every provider is `torch.autograd.grad` over one retained graph, so each pays what a training step pays. Every provider gets its
-inputs contiguous in its own native order (bshd or bhsd): no peer is timed on strides it wasn't written for. Mask preparation
-(FlexAttention's block mask) is done before the clock starts. Packed sequences share one batch entry; who takes them without one gets a
-view, and who has no packed form says so.
+A provider turns a workload into closures for the forward and the backward pass (`calls.py`), or into a sentence saying why it can't. Mask
+preparation (FlexAttention's block mask) is done before the clock starts. Packed sequences share one batch entry; who takes them without
+one gets a view, and who has no packed form says so.
 
 Surprising fact: a compiled function refuses a second backward over one graph ("donated buffers") unless that optimisation is off.
 """
 
 import importlib
 import inspect
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.workloads import Workload
-from flashattn.dispatch.table import KERNELS
-
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-class Unavailable(Exception):
-    """This provider can't run this workload here; the message is the reason."""
-
-
-def attempt(step: Callable[[], object]) -> tuple[object, str | None]:
-    """(step(), None), or (None, why it failed). Any failure of a peer is a result of the benchmark, not an end of it.
-
-    The warnings are kept because SDPA puts its reasons there and raises only "No available kernel".
-    """
-    with warnings.catch_warnings(record=True) as heard:
-        warnings.simplefilter("always")
-        try:
-            return step(), None
-        except Unavailable as error:
-            return None, str(error)
-        except Exception as error:
-            lines = [f"{type(error).__name__}: {error}"]
-            if "No available kernel" in str(error):
-                lines += [str(warning.message).split("(Triggered")[0] for warning in heard]
-            return None, " ".join(" ".join(lines).split())[:600]
-
-
-@dataclass
-class Inputs:
-    """q, k, v and dout of a workload, random normal, in bshd order; the bhsd copies are made once and shared."""
-
-    workload: Workload
-    device: torch.device
-    seed: int = 0
-    _orders: dict[str, tuple[Tensor, ...]] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        w = self.workload
-        entries, rows_q, rows_k = w.rows
-        generator = torch.Generator(device=self.device).manual_seed(self.seed)
-        shapes = [
-            (entries, rows_q, w.heads_q, w.head_dim),
-            (entries, rows_k, w.heads_kv, w.head_dim),
-            (entries, rows_k, w.heads_kv, w.head_dim_v),
-            (entries, rows_q, w.heads_q, w.head_dim_v),
-        ]
-        self._orders["bshd"] = tuple(
-            torch.randn(shape, generator=generator, device=self.device, dtype=torch.float32).to(w.torch_dtype) for shape in shapes
-        )
-
-    def ordered(self, layout: str) -> tuple[Tensor, ...]:
-        if layout not in self._orders:
-            self._orders[layout] = tuple(t.transpose(1, 2).contiguous() for t in self._orders["bshd"])
-        return self._orders[layout]
-
-
-@dataclass
-class Closures:
-    """One provider bound to one workload's tensors."""
-
-    attend: Attend
-    inputs: tuple[Tensor, Tensor, Tensor, Tensor]
-    layout: str
-    around: Callable[[], AbstractContextManager] = nullcontext
-
-    @contextmanager
-    def entered(self, direction: str) -> Iterator[None]:
-        """The context the calls of `call(direction)` must run in (kernel choice; no autograd in the forward)."""
-        with self.around(), torch.set_grad_enabled(direction == "bwd"):
-            yield
-
-    @cached_property
-    def _graph(self) -> tuple[list[Tensor], Tensor]:
-        leaves = [t.detach().requires_grad_(True) for t in self.inputs[:3]]
-        with self.entered("bwd"):
-            return leaves, self.attend(*leaves)
-
-    def call(self, direction: str) -> Callable[[], object]:
-        q, k, v, dout = self.inputs
-        if direction == "fwd":
-            return lambda: self.attend(q, k, v)
-        leaves, out = self._graph
-        return lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)
-
-    def training_step(self) -> object:
-        """Forward and backward once, keeping nothing."""
-        leaves = [t.detach().requires_grad_(True) for t in self.inputs[:3]]
-        with self.entered("bwd"):
-            return torch.autograd.grad(self.attend(*leaves), leaves, self.inputs[3])
-
-    def results(self, direction: str) -> dict[str, Tensor]:
-        """What the pass computes, by name, in bshd order."""
-        call = self.call(direction)
-        with self.entered(direction):
-            values = call()
-        named = {"out": values} if direction == "fwd" else dict(zip(("dq", "dk", "dv"), values, strict=True))
-        return {name: t.transpose(1, 2) if self.layout == "bhsd" else t for name, t in named.items()}
-
-
-@dataclass(frozen=True)
-class Provider:
-    """`bind(workload, device)` gives the function (q, k, v) -> out in order `layout`, or raises Unavailable."""
-
-    name: str
-    layout: str
-    bind: Callable[[Workload, torch.device], Attend]
-    around: Callable[[], AbstractContextManager] = nullcontext
-    by_default: bool = True
-    compiles: bool = False  # worth compiling in parallel before a run
-
-    def closures(self, inputs: Inputs) -> Closures | str:
-        """Closures over these inputs, or the reason why not."""
-        attend, reason = attempt(lambda: self.bind(inputs.workload, inputs.device))
-        return reason or Closures(attend, inputs.ordered(self.layout), self.layout, self.around)
+from ..dispatch.table import KERNELS
+from .calls import Attend, Provider, Unavailable, cu_seqlens
+from .workload import Workload
 
 
 def _needs_cuda(device: torch.device) -> None:
@@ -149,10 +30,6 @@ def _no_bottom_right(workload: Workload) -> None:
         raise Unavailable("aligns its causal mask at the top left")
 
 
-def cu_seqlens(workload: Workload, device: torch.device) -> Tensor:
-    return torch.tensor([0, *accumulate(workload.lengths)], dtype=torch.int32, device=device)
-
-
 def without_entry(attend: Attend) -> Attend:
     """attend takes and gives [rows, heads, dim]. Only views are made, whose derivatives are views: squeeze, and not x[0], which copies."""
     return lambda q, k, v: attend(q.squeeze(0), k.squeeze(0), v.squeeze(0)).unsqueeze(0)
@@ -162,7 +39,7 @@ def ours(impl: str | None, **options) -> Provider:
     """This library: the named implementation, or what it chooses by itself (None)."""
 
     def bind(workload: Workload, device: torch.device) -> Attend:
-        from flashattn import attention, attention_varlen
+        from ..api import attention, attention_varlen
 
         if workload.packed:
             cu, longest = cu_seqlens(workload, device), max(workload.lengths)
@@ -189,6 +66,23 @@ def sdpa(name: str, backend: SDPBackend | None, cuda_only: bool, **options) -> P
 
     around = nullcontext if backend is None else lambda: sdpa_kernel(backend)
     return Provider(name, "bhsd", bind, around, **options)
+
+
+def _standard_bind(workload: Workload, device: torch.device) -> Attend:
+    """The textbook: softmax(scale Q K^T) V as three operations, scores and probabilities in memory, in the dtype of the inputs."""
+    if workload.packed or workload.window is not None or workload.group > 1:
+        raise Unavailable("has neither packed sequences, windows nor grouped heads")
+    _no_bottom_right(workload)
+    scale, rows = workload.head_dim**-0.5, (workload.seqlen_q, workload.seqlen_k)
+    hidden = torch.ones(rows, dtype=torch.bool, device=device).triu(1) if workload.causal else None
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        scores = torch.matmul(q * scale, k.transpose(-1, -2))
+        if hidden is not None:
+            scores = scores.masked_fill(hidden, float("-inf"))
+        return torch.matmul(scores.softmax(dim=-1), v)
+
+    return attend
 
 
 def _torch_varlen_bind(workload: Workload, device: torch.device) -> Attend:
@@ -281,6 +175,7 @@ PROVIDERS = {
         sdpa("sdpa-efficient", SDPBackend.EFFICIENT_ATTENTION, cuda_only=True),
         sdpa("sdpa-math", SDPBackend.MATH, cuda_only=False, by_default=False),
         sdpa("sdpa", None, cuda_only=False, by_default=False),
+        Provider("standard", "bhsd", _standard_bind, by_default=False),
         Provider("torch-varlen", "bshd", _torch_varlen_bind),
         Provider("flex", "bhsd", _flex_bind, compiles=True),
         flash_attn("fa2", "flash_attn", -1),

@@ -13,15 +13,20 @@ Surprising fact: relative error hardly grows with length, because the softmax av
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import accumulate
 
 import torch
 from torch import Tensor
 
-from benchmarks.providers import Closures, Inputs, Provider, attempt
-from benchmarks.workloads import Workload
+from ..reference import attention_reference, attention_varlen_reference
+from .calls import Closures, Inputs, Provider, attempt
+from .workload import Workload
 
 Reference = Callable[..., Tensor]
+
+# whose result the others must agree with at the real size: the first of these that passed the oracle, then anyone
+ANCHORS = ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "sdpa-math", "torch-varlen", "fa3", "fa2")
 
 
 @dataclass(frozen=True)
@@ -57,8 +62,6 @@ def excess(name: str, x: Tensor, low: Tensor, ref: Tensor, eps: float) -> str | 
 
 
 def flashattn_reference(workload: Workload, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    from flashattn.reference import attention_reference, attention_varlen_reference
-
     if workload.packed:
         cu = [0, *accumulate(workload.lengths)]
         packed = (x.squeeze(0) for x in (q, k, v))
@@ -119,3 +122,35 @@ def disagreement(mine: dict[str, Tensor], anchor: dict[str, Tensor], my_error: f
             return difference, f"{name} disagrees at the real size: relative difference {difference:.2e}, allowed {limit:.2e}"
         worst = max(worst, difference)
     return worst, None
+
+
+def admit(
+    workload: Workload, direction: str, providers: tuple[Provider, ...], gate: Gate
+) -> tuple[dict[str, Closures], dict[str, dict]]:
+    """(closures of the providers that may be timed, for every provider what the gate found: error, against, difference, failure)."""
+    rank = {name: index for index, name in enumerate(ANCHORS)}
+    inputs = Inputs(workload, gate.device)
+    admitted: dict[str, Closures] = {}
+    found: dict[str, dict] = {}
+    anchor, expected = None, {}
+    for provider in sorted(providers, key=lambda p: rank.get(p.name, len(rank))):
+        verdict = gate.judge(provider, workload, direction)
+        entry = {"error": verdict.error, "against": None, "difference": None, "failure": verdict.failure}
+        found[provider.name] = entry
+        if verdict.failure:
+            continue
+        closures = provider.closures(inputs)
+        if isinstance(closures, str):
+            entry["failure"] = closures
+            continue
+        results, entry["failure"] = attempt(partial(closures.results, direction))
+        if entry["failure"]:
+            continue
+        if anchor is None:
+            anchor, expected = provider.name, results
+        else:
+            difference, entry["failure"] = disagreement(results, expected, verdict.error, found[anchor]["error"])
+            entry["against"], entry["difference"] = anchor, difference if difference == difference else None
+        if not entry["failure"]:
+            admitted[provider.name] = closures
+    return admitted, found
