@@ -22,11 +22,12 @@ MOST = 4096  # launches remembered; lengths that never repeat would fill any mem
 
 
 class Pointers(NamedTuple):
-    """Place in the arguments of `count` pointers. rest: what follows them if they begin a tuple. like: a TensorDescriptor's."""
+    """Place in the arguments of pointers. among: if they are in a tuple, its members, with None for pointers, and where these are. like: a
+    TensorDescriptor's."""
 
     place: int
     count: int
-    rest: tuple | None
+    among: tuple[tuple, tuple[int, ...]] | None
     like: object | None
 
 
@@ -67,9 +68,10 @@ def _launch(compiled, grid, args) -> Launch:
             pointers.append(Pointers(place, 1, None, Described(0, arg)))
         else:
             members = arg if isinstance(arg, tuple) else (arg,)
-            count = sum(isinstance(member, torch.Tensor) for member in members)
-            if count:
-                pointers.append(Pointers(place, count, tuple(arg[count:]) if isinstance(arg, tuple) else None, None))
+            where = tuple(i for i, member in enumerate(members) if isinstance(member, torch.Tensor))
+            if where:
+                others = tuple(None if i in where else member for i, member in enumerate(members))
+                pointers.append(Pointers(place, len(where), (others, where) if isinstance(arg, tuple) else None, None))
         if pointers and pointers[-1].place == place:
             kept[place] = None
     return Launch(compiled, (grid[0], 1, 1), tuple(kept), pointers)
@@ -77,11 +79,16 @@ def _launch(compiled, grid, args) -> Launch:
 
 def _with_pointers(launch: Launch, addresses: list[int]) -> list:
     args, used = list(launch.args), 0
-    for place, count, rest, like in launch.pointers:
+    for place, count, among, like in launch.pointers:
         if like is not None:
             args[place] = Described(addresses[used], like)
+        elif among is None:
+            args[place] = addresses[used]
         else:
-            args[place] = addresses[used] if rest is None else (*addresses[used : used + count], *rest)
+            members = list(among[0])
+            for i, address in zip(among[1], addresses[used:], strict=False):
+                members[i] = address
+            args[place] = tuple(members)
         used += count
     return args
 
