@@ -126,6 +126,9 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append(f"made for CUDA devices of compute capability 9.0 (H100, H200), and this is {where}")
     if problem.dtype not in ("float16", "bfloat16"):
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
+    for wanted, name in ((problem.softcap, "a softcap"), (problem.alibi, "ALiBi"), (problem.sinks, "sinks")):
+        if wanted:
+            found.append(f"{name}: not implemented in it")
     if not problem.aligned:
         found.append("TMA can't address rows that aren't aligned to 16 bytes, nor expanded dimensions")
     if problem.head_dim_v % 8:

@@ -137,8 +137,8 @@ def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu
     return attn_fwd_hopper, (min(_multiprocessors(q.device), slots * lanes),), args, options
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, token=None):
-    """(out, lse) of attention. token: see portable.forward."""
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, token=None):
+    """(out, lse) of attention. There are neither slopes nor sinks. token: see portable.forward."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)

@@ -24,11 +24,12 @@ from .common import (
     lanes_and_slots,
     may_have_rows_without_keys,
     on_device,
+    rows_without_keys,
     scale_log2,
     spec_of,
     totals,
     view_of,
-    without_empty_rows,
+    without_rows,
 )
 from .maps import described, flat
 
@@ -173,15 +174,15 @@ def _launch_all(problem: Problem, config: HopperBackwardConfig, dout, dlse, q, k
         run("hopper after", problem, tensors, partial(after_launch, problem, config, *tensors))
 
 
-def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
-    """(dq, dk, dv): see portable.backward."""
-    need_dq, need_dk, need_dv = needs
+def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None):
+    """(dq, dk, dv, None): see portable.backward. There are neither slopes nor sinks."""
+    need_dq, need_dk, need_dv, _ = needs
     q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
     v = v if v is None else contiguous_rows(v)
     if dout is None:
         dout = torch.zeros(1, dtype=q.dtype, device=q.device).expand(*q.shape[:-1], problem.head_dim_v)
     if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
-        dout, dlse = without_empty_rows(lse, dout, dlse)
+        dout, dlse = without_rows(rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k), dout, dlse)
     dout = _addressable(dout)
     dlse = None if dlse is None else dlse.contiguous()
     with on_device(q):
@@ -189,7 +190,7 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
         dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_dk else None
         dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device) if need_dv else None
         if q.numel() == 0 or k.numel() == 0:  # a tensor map of nothing can't be made
-            return tuple(None if x is None else x.zero_() for x in (dq, dk, dv))
+            return *(None if x is None else x.zero_() for x in (dq, dk, dv)), None
         out = None if out is None else _addressable(out)
         _launch_all(problem, _rows_of(problem), dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k)
-    return dq, dk, dv
+    return dq, dk, dv, None

@@ -37,7 +37,7 @@ def backward(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
     problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v))
     cu_seqlens_q, cu_seqlens_k = options[:2]
     run = launcher(select(problem, "backward", impl).launch).backward
-    gradients = run(problem, (need_dq, need_dk, need_dv), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    gradients = run(problem, (need_dq, need_dk, need_dv, False), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)[:3]
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

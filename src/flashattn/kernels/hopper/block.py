@@ -206,7 +206,7 @@ def first_block(q, k, v, use, block, position, task, call, WARPGROUP_ID: gl.cons
     take_turn(WARPGROUP_ID)
     s_MN = start_scores(q, k, slot, WARPGROUP_ID, TILE)
     pass_turn(WARPGROUP_ID, TILE)
-    s_MN = score(warpgroup_mma_wait(0, deps=(s_MN,)), SPEC)
+    s_MN = score(warpgroup_mma_wait(0, deps=(s_MN,)), None, None, SPEC)
     release(EMPTY_K, slot, TILE)
     s_MN = masked(s_MN, position, hi - TILE.n, task.rows_k, call, SPEC, TILE)
     m_M = raise_maximum(s_MN, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n))), call.scale_log2)
@@ -233,7 +233,7 @@ def next_block(
     p_MN = as_operand(p, v.tiles.dtype, TILE)
     acc_MV = start_values(p_MN, v, slot_v, acc_MV, TILE)
     pass_turn(WARPGROUP_ID, TILE)
-    s_MN = score(warpgroup_mma_wait(1, deps=(s_MN,)), SPEC)
+    s_MN = score(warpgroup_mma_wait(1, deps=(s_MN,)), None, None, SPEC)
     if not TILE.pinned:
         release(EMPTY_K, slot, TILE)
     if TILE.mask_loop:

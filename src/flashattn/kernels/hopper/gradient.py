@@ -159,7 +159,7 @@ def start(memory, turn, m0, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr,
         s_NM = warpgroup_mma_wait(1, deps=(s_NM,))
     else:
         s_NM = warpgroup_mma_wait(0, deps=(s_NM,))
-    s_NM = score(s_NM, SPEC)
+    s_NM = score(s_NM, None, None, SPEC)
     if TILE.mask == ALWAYS:
         s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
     elif TILE.mask == BRANCH:

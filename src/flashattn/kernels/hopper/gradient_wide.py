@@ -186,7 +186,7 @@ def await_do(memory, turn, m0, visit, SPEC: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def store_p(s_NM, memory, turn, m0, visit, grid, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr):
     """Probabilities of finished scores, for both warpgroups."""
-    s_NM = score(s_NM, SPEC)
+    s_NM = score(s_NM, None, None, SPEC)
     if SPEC.ragged or SPEC.left or SPEC.right:
         if TILE.mask == ALWAYS:
             s_NM = masked(s_NM, m0, visit, grid, 0, SPEC, TILE)

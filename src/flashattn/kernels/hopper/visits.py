@@ -72,7 +72,7 @@ def find(grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     slot, lane = tile_in_order(gl.program_id(0), grid.per_wave, grid.lanes, grid.wave)
     if from_the_last(SPEC, TILE):
         slot = grid.per_wave // grid.wave - 1 - slot
-    tile, entry, head_kv, k_start, rows_k, q_start, rows_q = locate(
+    tile, entry, head_kv, k_start, rows_k, q_start, rows_q, _ = locate(
         slot, lane, grid.heads_kv, grid.cu_k, grid.cu_q, N, grid.total_k, grid.total_q, grid.batch, SPEC.varlen
     )
     n0 = tile * N

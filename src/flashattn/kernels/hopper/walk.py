@@ -64,7 +64,7 @@ def look(index, walk, SPEC: gl.constexpr, TILE: gl.constexpr):
     """As `find`, but the tile may have no rows. One without keys visits a block all the same, of which the mask keeps nothing."""
     BLOCK: gl.constexpr = ROWS * TILE.consumers
     slot, lane = tile_in_order(gl.minimum(index, walk.tiles - 1), walk.per_wave, walk.lanes, walk.wave)
-    tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
+    tile, entry, head, q_start, rows_q, k_start, rows_k, _ = locate(
         walk.slots - 1 - slot, lane, walk.heads_q, walk.cu_q, walk.cu_k, BLOCK, walk.total_q, walk.total_k, walk.batch, SPEC.varlen
     )
     m0 = tile * BLOCK
