@@ -34,8 +34,9 @@ def inputs(layout: str, device: str) -> Data:
 
 
 def options(data: Data, impl: str) -> tuple:
-    """Arguments after q, k, v (and head_dim_v) of both operators: cu_seqlens, max_seqlens, scale, window, top_left, deterministic, impl."""
-    return data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
+    """Arguments after q, k, v (and head_dim_v) of both operators: slopes, sinks, softcap, cu_seqlens, max_seqlens, scale, window, top_left,
+    deterministic, impl."""
+    return data.slopes, data.sinks, 0.0, data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
 
 
 def forward_arguments(data: Data, impl: str, grad=False) -> tuple:
@@ -45,8 +46,9 @@ def forward_arguments(data: Data, impl: str, grad=False) -> tuple:
 def backward_arguments(data: Data, impl: str, needs=(True, True, True), dlse=True) -> tuple:
     """As autograd gives them: a transposed dout, and v and out only where dp is needed."""
     out, lse = FWD(*forward_arguments(data, impl))
-    v, out = (data.v, out) if needs[0] or needs[1] else (None, None)
+    v, out = (data.v, out) if needs[0] or needs[1] or data.sinks is not None else (None, None)
     dout = data.dout.transpose(-3, -2).contiguous().transpose(-3, -2)
+    needs = *needs, data.sinks is not None
     return dout, data.dlse if dlse else None, data.q, data.k, v, out, lse, data.v.shape[-1], *options(data, impl), *needs
 
 

@@ -26,6 +26,7 @@ ARROWS = {
     "flashattn.problem": (set(), set()),
     "flashattn.checks": ({"problem"}, {"torch"}),
     "flashattn.reference": ({"problem"}, {"torch", "einops"}),
+    "flashattn.merge": (set(), {"torch"}),
     "flashattn.eager": ({"problem"}, {"torch", "einops"}),
     "flashattn.torch_ops": ({"problem", "checks", "dispatch", "launch", "roofline.gpus"}, {"torch"}),
     "flashattn.dispatch": ({"problem", "roofline.gpus", "roofline.work", "roofline.bound"}, set()),
@@ -47,7 +48,7 @@ ARROWS = {
     "flashattn.kernels.portable": ({"kernels.common", "kernels.structs"}, {"triton"}),
     "flashattn.kernels.hopper": ({"kernels.common", "kernels.structs"}, {"triton"}),
     "flashattn.kernels": (set(), {"triton"}),
-    "flashattn": ({"api", "reference"}, set()),
+    "flashattn": ({"api", "merge", "reference"}, set()),
 }
 KERNEL_IMPORTS = {"triton", "math", "typing", "flashattn"}  # all that device code may import: what else could it use?
 POISONED = {"empty", "empty_like", "new_empty"}  # what tests/poison.py fills; other uninitialised memory would escape it
