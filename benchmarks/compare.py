@@ -151,6 +151,7 @@ def main(argv: list[str] | None = None) -> int:
             "suite": f"compare-{args.suite}", "gpu": report.device_name(device), "date": report.today(), "ref": args.ref,
             "command": "python -m benchmarks.compare " + shlex.join(argv), "versions": report.versions(device), "rows": rows,
         }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     good = [row for row in rows if not row["failure"]]
     lines = [

@@ -91,9 +91,11 @@ def test_the_laboratory_predicts_gpt2_medium():
     assert ours["once"] == workload.minimal_bytes("fwd") < ours["no_l2"] < standard[0]
     portable = dram.predicted(workload, "flashattn-portable", "bwd", (8, 0))
     rows = portable_rows(replace(workload.problem(), capability=(8, 0)))
-    tile = rows.get("dkdv") or rows["dk"]
-    apart, together = (laboratory.flash(1024, 64, tile.block_m, tile.block_n, 2, "backward", fused) for fused in (False, True))
+    tiles = rows["dq"].block_m, rows["dkdv"].block_n  # what stays on chip in either pass
+    assert rows["dq"].block_m != rows["dkdv"].block_m
+    apart, together = (laboratory.flash(1024, 64, *tiles, 2, "backward", fused) for fused in (False, True))
     assert portable["no_l2"] == heads * apart.total != heads * together.total, "the portable backward has two passes"
+    assert dram.predicted(WORKLOADS["fa3-d256-s4096"], "flashattn-portable", "bwd", (9, 0)) is None, "nor a pass each for dK and dV"
     assert dram.predicted(WORKLOADS["gpt2-medium-s1024-causal"], "flashattn", "fwd", (9, 0)) is None, "it knows no masks"
 
 
@@ -237,7 +239,7 @@ def test_a_worker_that_imports_something_else_is_found(tmp_path):
 @pytest.mark.slow
 def test_this_checkout_against_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "sources", lambda ref, into: shutil.copytree(compare.REPOSITORY / "src", into / "src"))
-    path = tmp_path / "c.json"
+    path = tmp_path / "deep" / "c.json"
     options = ["--suite", "smoke", "--device", "cpu", "--impl", "eager", "--rounds", "1", "--slice-ms", "1", "--json", str(path)]
     assert compare.main(["HEAD", *options]) == 0
     rows = json.loads(path.read_text())["rows"]
@@ -263,9 +265,23 @@ def results(folder):
     return rows
 
 
+def test_kinds_of_workloads_are_not_mixed():
+    """A window, grouped heads: they have a point and a line of their own, though head dim and length are the same."""
+    names = ("causal-d64-s16384", "window-1024-d64-s16384", "llama3-8b-s2048", "llama3-8b-s8192", "llama3-70b-s2048", "llama3-70b-s8192")
+    rows = [{"workload": name, "direction": "fwd", "provider": "flashattn", "ms": 1.0, "tflops": 1.0 + i} for i, name in enumerate(names)]
+    assert {point.label for point in plot.points(rows)} == {
+        "forward, D 64, causal, S 16384", "forward, D 64, causal, window 1024, S 16384",
+        "forward, D 128, heads 32/8, causal, S 8192", "forward, D 128, heads 64/8, causal, S 8192",
+    }  # fmt: skip
+    assert plot.speeds(rows) == {
+        ("D 128, heads 32/8, causal", "fwd"): {"flashattn": {2048: 3.0, 8192: 4.0}},
+        ("D 128, heads 64/8, causal", "fwd"): {"flashattn": {2048: 5.0, 8192: 6.0}},
+    }
+
+
 def test_pictures_show_what_was_measured(tmp_path, capsys):
     rows = results(tmp_path)
-    assert plot.speeds(rows)[(64, False, "fwd")] == {
+    assert plot.speeds(rows)[("D 64", "fwd")] == {
         "flashattn-a": {512: 164.0, 1024: 264.0}, "flashattn-b": {512: 100.0, 1024: 200.0}, "sdpa": {512: 50.0, 1024: 100.0},
     }  # fmt: skip
     assert len(plot.speeds(rows)) == 2, "one length is no line"
