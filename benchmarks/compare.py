@@ -128,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
         command_line.error(f"suite {args.suite!r} needs a GPU; on a CPU only --suite smoke makes sense")
     if args.rounds < 1:
         command_line.error(f"--rounds {args.rounds}: expected at least 1")
+    if unknown := [name for name in args.directions if name not in DIRECTIONS]:
+        command_line.error(f"unknown direction {', '.join(unknown)}; known are {', '.join(DIRECTIONS)}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         try:

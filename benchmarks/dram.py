@@ -159,7 +159,11 @@ def main(argv: list[str] | None = None) -> int:
     if shutil.which("ncu") is None:
         p.error("needs Nsight Compute: no ncu on the PATH")
     names, gpu = tuple(args.providers.split(",")), detect(report.device_name(device))
-    placed = measure(workload, DIRECTIONS, choose(names), gpu, Gate(device), clock_for(device), rounds=5)
+    try:
+        chosen = choose(names)
+    except ValueError as error:
+        p.error(str(error))
+    placed = measure(workload, DIRECTIONS, chosen, gpu, Gate(device), clock_for(device), rounds=5)
     rows = []
     for provider in names:
         for direction in DIRECTIONS:

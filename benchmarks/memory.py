@@ -107,8 +107,12 @@ def main(argv: list[str] | None = None) -> int:
     lengths, providers, suite = (args.seqlen, 2 * args.seqlen), PROVIDERS, "memory"
     if args.paper:
         workload, lengths, providers, suite = PAPER, PAPER_LENGTHS, ("flashattn", "sdpa-flash", "standard"), "memory-paper"
+    try:
+        chosen = choose(tuple(args.providers.split(",")) if args.providers else providers)
+    except ValueError as error:
+        p.error(str(error))
     gate, rows = Gate(device), []
-    for provider in choose(tuple(args.providers.split(",")) if args.providers else providers):
+    for provider in chosen:
         rows += measure(provider, workload, lengths, gate)
     add_ratios(rows, args.baseline)
     document = {

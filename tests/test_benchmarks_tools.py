@@ -159,7 +159,22 @@ def test_the_papers_memory_from_options_to_file(as_if_cuda, monkeypatch, tmp_pat
         capsys.readouterr().out)  # fmt: skip
 
 
+@pytest.mark.parametrize("tool", [dram, memory])
+def test_an_unknown_provider_is_no_traceback(tool, as_if_cuda, monkeypatch, capsys):
+    monkeypatch.setattr(dram.shutil, "which", lambda name: name)
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(["--providers", "nobody"])
+    assert stopped.value.code == 2 and "unknown provider nobody" in capsys.readouterr().err
+
+
 # -------------------- another commit
+
+
+def test_an_unknown_direction_is_not_compared(capsys):
+    """Or it would be timed as a backward."""
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["HEAD", "--suite", "smoke", "--device", "cpu", "--directions", "up", "--rounds", "1", "--slice-ms", "0.1"])
+    assert stopped.value.code == 2 and "unknown direction up" in capsys.readouterr().err
 
 
 def test_ratios_are_taken_round_by_round():
@@ -263,20 +278,6 @@ def results(folder):
     size.append({"provider": "standard", "seqlen": 128, "peak_bytes": None})
     (folder / "h200-memory-paper.json").write_text(json.dumps({"gpu": "NVIDIA H200", "rows": size}))
     return rows
-
-
-def test_kinds_of_workloads_are_not_mixed():
-    """A window, grouped heads: they have a point and a line of their own, though head dim and length are the same."""
-    names = ("causal-d64-s16384", "window-1024-d64-s16384", "llama3-8b-s2048", "llama3-8b-s8192", "llama3-70b-s2048", "llama3-70b-s8192")
-    rows = [{"workload": name, "direction": "fwd", "provider": "flashattn", "ms": 1.0, "tflops": 1.0 + i} for i, name in enumerate(names)]
-    assert {point.label for point in plot.points(rows)} == {
-        "forward, D 64, causal, S 16384", "forward, D 64, causal, window 1024, S 16384",
-        "forward, D 128, heads 32/8, causal, S 8192", "forward, D 128, heads 64/8, causal, S 8192",
-    }  # fmt: skip
-    assert plot.speeds(rows) == {
-        ("D 128, heads 32/8, causal", "fwd"): {"flashattn": {2048: 3.0, 8192: 4.0}},
-        ("D 128, heads 64/8, causal", "fwd"): {"flashattn": {2048: 5.0, 8192: 6.0}},
-    }
 
 
 def test_pictures_show_what_was_measured(tmp_path, capsys):
