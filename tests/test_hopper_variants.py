@@ -22,17 +22,17 @@ def grads_of(dim: int, options) -> str:
 
 
 @pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_masks(variant, mask, dim):
+def test_masks(variant, dim):
+    """One mask each, so that every variant and every head dim meets all three."""
     extras, options = VARIANTS[variant]
+    mask = list(MASKS)[(list(VARIANTS).index(variant) + dim // 64) % 3]
     lengths = {"none": (301, 703), "causal": (703, 301), "window": (512, 640)}[mask]
     data = with_extras(dense(*lengths, batch=2, heads=4, heads_kv=2, dim=dim, **BFLOAT16), **extras)
     check(data, "hopper", grads=grads_of(dim, options), **options, **MASKS[mask])
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant, dim", [("all", 64), ("all", 128), ("softcap", 64), ("alibi", 256), ("sinks", 128)])
 def test_packed(variant, dim):
     extras, options = VARIANTS[variant]
     queries, keys, tails = PACKED[0]
@@ -40,7 +40,7 @@ def test_packed(variant, dim):
     check(data, "hopper", grads=grads_of(dim, options), causal=True, **options)
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("variant", ["softcap", "all"])
 def test_padded_head_dims_of_two_widths(variant):
     extras, options = VARIANTS[variant]
     check(with_extras(dense(301, 703, heads=4, dim=104, dim_v=72, **FLOAT16), **extras), "hopper", causal=True, **options)
