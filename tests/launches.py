@@ -28,18 +28,20 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     rows = (problem.heads_q, problem.total_q) if problem.varlen else (problem.batch, problem.heads_q, problem.seqlen_q)
     lse = delta = torch.empty(rows, dtype=torch.float32, device="meta")
     cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
+    per_head = torch.empty(problem.heads_q, dtype=torch.float32, device="meta")
+    slopes, sinks = per_head if problem.alibi else None, per_head if problem.sinks else None
     if name == "forward":
-        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu)
+        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks)
     elif name == "hopper":
         counter = torch.empty(2, dtype=torch.int32, device="meta") if row.tickets else None
         kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter)
     elif name == "delta":
         kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse if dlse else None, delta)
     elif name == "dq":
-        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu)
+        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes)
     else:
         wanted = (k if "k" in needs and name != "dv" else None, v if "v" in needs and name != "dk" else None)
-        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu)
+        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu, slopes)
     return kernel, args, options
 
 

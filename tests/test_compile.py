@@ -35,6 +35,9 @@ class Variant:
     narrow: str = ""  # "keys" or "values": half the padded head dim of the other
     needs: str = "kv"  # which of dK and dV a pass for both computes
     dlse: bool = True
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
 
 
 VARIANTS = {
@@ -54,8 +57,14 @@ ALONE = {
     "dk-alone": Variant(right=0, ragged_lengths=True, group=2, needs="k"),
     "dv-alone": Variant(right=0, ragged_lengths=True, group=2, needs="v"),
 }
+EXTRAS = {
+    "softcap": Variant(right=0, group=2, softcap=50.0),
+    "alibi": Variant(right=0, ragged_lengths=True, group=2, half="float16", alibi=True),
+    "sinks": Variant(left=300, right=0, group=2, sinks=True),
+    "all-packed": Variant(right=0, varlen=True, group=2, softcap=50.0, alibi=True, sinks=True),
+}
 DELTA = {"causal-ragged": VARIANTS["causal-ragged"], "unaligned": UNEQUAL["unaligned"], "no-dlse": Variant(dlse=False)}
-ALL = {**VARIANTS, **UNEQUAL, **ALONE, **DELTA}
+ALL = {**VARIANTS, **UNEQUAL, **ALONE, **EXTRAS, **DELTA}
 HARDEST = ("causal-ragged", "packed-window")
 CAPABILITIES = {80: (8, 0), 90: (9, 0), 100: (10, 0)}
 DIMS = (64, 128, 256)
@@ -87,6 +96,9 @@ def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Pr
         total_k=packed,
         tf32=variant.tf32 and itemsize == 4,
         capability=CAPABILITIES[cc],
+        softcap=variant.softcap,
+        alibi=variant.alibi,
+        sinks=variant.sinks,
     )
 
 
