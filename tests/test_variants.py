@@ -5,10 +5,12 @@ leak out of them is asked again here.
 """
 
 
+from itertools import product
+
 import pytest
 import torch
 
-from flashattn import attention
+from flashattn import attention, eager
 from support import EPS32, WHERE, WHERE_DTYPE, check, dense, expect, packed, run, same_bits, with_extras
 
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
@@ -43,8 +45,9 @@ def sized(impl, device, kind="dense", extras=None, **changes):
 
 
 def some(masks, where, turn):
-    """The interpreter has time for one of them."""
-    return masks if where != INTERPRETER else [masks[turn % len(masks)]]
+    """The interpreter has time for one of them; on a GPU each compiles kernels of its own."""
+    count = {EAGER: len(masks), INTERPRETER: 1, GPU: 2}[where]
+    return [masks[(turn + n) % len(masks)] for n in range(count)]
 
 
 @pytest.mark.parametrize("kind", ["dense", "packed"])
@@ -55,6 +58,17 @@ def test_variants_under_masks(impl, device, dtype, variant, kind):
     turn = list(VARIANTS).index(variant) + (kind == "packed") + 2 * (dtype == torch.float32)
     for mask in some(MASKS, (impl, device), turn):
         check(sized(impl, device, kind, extras, dtype=dtype), impl, **options, **mask)
+
+
+@pytest.mark.parametrize("sizes", [(1000, 8), (1, 1)], ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_the_fallback_in_many_chunks(variant, sizes, monkeypatch):
+    """Of rows, of heads and of batch entries."""
+    monkeypatch.setattr(eager, "CHUNK_SCORES", sizes[0])
+    monkeypatch.setattr(eager, "MIN_ROWS", sizes[1])
+    extras, options = VARIANTS[variant]
+    for kind, mask in product(("dense", "packed"), MASKS[1:3]):
+        check(sized(*EAGER, kind, extras, seqlen_q=40, seqlen_k=30), "eager", **options, **mask)
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -226,7 +240,8 @@ def test_rows_without_keys_may_be_sent_anything(impl, device, value, kind):
     """By dout; not a bit changes, in the sinks' gradient neither. By dlse it is the sinks that are owed it, and nobody else."""
     rows = {"seqlen_q": 20, "seqlen_k": 9} if (impl, device) == INTERPRETER else {"seqlen_q": 90, "seqlen_k": 70}
     data = sized(impl, device, kind, {"sinks": 0.0}, **rows)
-    for mask in ({"causal": True}, {"causal": "top-left", "window": (3, None)}):
+    # without a mask it is a packed sequence that has rows and no keys
+    for mask in ({"causal": True}, {} if kind == "packed" else {"causal": "top-left", "window": (3, None)}):
         first = check(data, impl, **mask)
         empty = expect(data, **mask).empty.expand(data.dlse.shape)
         assert empty.any() and not empty.all()

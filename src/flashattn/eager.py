@@ -11,8 +11,9 @@ their dK and dV for nothing.
 The surprising fact: the backward reads neither `out` nor `lse`. A chunk holds whole rows of scores, so delta is summed as
 rowsum(p * dp) of the very numbers it is subtracted from, where a kernel that sees only a tile needs rowsum(dout * out), equal on paper
 and rounded differently (FlashAttention, 2022, appendix B.2). A row with a single key gets a gradient of exactly 0 this way, and scores of
-1e5, whose lse is rounded to 1e-2, cost no accuracy. Over 300 lines: one
-fallback for everything that scores can have.
+1e5, whose lse is rounded to 1e-2, cost no accuracy.
+
+Over 300 lines because one pass over a chunk has everything that scores can have, and the backward repeats what the forward did.
 """
 
 import contextlib
