@@ -99,7 +99,8 @@ def attention(
             0 the diagonal alone. ``causal`` is the window ``(None, 0)``; together they keep what both keep.
         softmax_scale: factor of the scores, at most 1.7e38 in magnitude (half of the largest float32); default ``1 / sqrt(head_dim)``.
             Triton kernels take one below 2**-120 for 0.
-        softcap: a bound of the scores, which tanh bends towards it; positive, any size. None or 0 is none.
+        softcap: a bound of the scores, which tanh bends towards it; positive, any size. None or 0 is none. The tanh of ``"hopper"`` is the
+            GPU's instruction, within 2**-11 of its size; that of the others is exact to float32.
         alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``: what a step away from the diagonal costs a score. The diagonal is the
             bottom-right one, with ``causal="top-left"`` too. No gradient: a tensor that requires one is refused.
         sinks: ``[heads_q]``, float32 or q's dtype: a learned logit of each head, in natural units, that takes its share of the softmax and
