@@ -111,8 +111,8 @@ def attention(
             too. Only ``"hopper"`` has to be asked, for dq, and takes a tenth to a quarter longer then.
         impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"hopper"`` (Gluon: compute
             capability 9.0; float16 and bfloat16; every row of q, k and v aligned to 16 bytes and no dimension expanded; head_dim_v, and
-            for the backward head_dim too, a multiple of 8), ``"portable"`` (Triton) or ``"eager"`` (plain PyTorch, linear memory): that
-            one or an error, never another.
+            for the backward head_dim too, a multiple of 8; neither softcap, alibi_slopes nor sinks), ``"portable"`` (Triton) or
+            ``"eager"`` (plain PyTorch, linear memory): that one or an error, never another.
 
     Returns:
         out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse),
