@@ -19,6 +19,8 @@ OPERATORS = (
     "_flash_attention_backward",
 )  # fmt: skip
 
+OFF = {"BoolType": False, "FloatType": 0.0, "IntType": 0}  # by the type of an argument; others are optional
+
 
 def _refuse(**arguments) -> None:
     for name, value in arguments.items():
@@ -45,7 +47,7 @@ def _backward(**given) -> tuple[Tensor, Tensor, Tensor]:
     """The library's operator, by the names of its arguments: what isn't given is None, False or 0."""
     operator, args = torch.ops.flashattn.attn_bwd.default, []
     for argument in operator._schema.arguments:
-        off = False if argument.type.kind() == "BoolType" else None
+        off = OFF.get(argument.type.kind())
         args.append(given.pop(argument.name, argument.default_value if argument.has_default_value() else off))
     if given:
         raise TypeError(f"flashattn::attn_bwd takes no {', '.join(given)}")
