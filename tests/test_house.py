@@ -49,7 +49,11 @@ ARROWS = {
     "flashattn.kernels.hopper": ({"kernels.common", "kernels.structs"}, {"triton"}),
     "flashattn.kernels": (set(), {"triton"}),
     "flashattn.integrations": ({"api"}, {"torch"}),
-    "flashattn": ({"api", "reference"}, set()),
+    "flashattn.ahead": ({"api"}, {"torch"}),
+    "flashattn.info": ({"api", "problem", "dispatch"}, {"torch"}),
+    "flashattn.commands": ({"ahead", "info", "roofline.cli", "roofline.report"}, set()),
+    "flashattn.__main__": ({"commands"}, set()),
+    "flashattn": ({"ahead", "api", "reference"}, set()),
 }
 KERNEL_IMPORTS = {"triton", "math", "typing", "flashattn"}  # all that device code may import: what else could it use?
 POISONED = {"empty", "empty_like", "new_empty"}  # what tests/poison.py fills; other uninitialised memory would escape it
