@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import flashattn
-from flashattn import ahead
+from flashattn import ahead, eager
 from flashattn.ahead import Call, Warmed, calls_of, run
 
 SOURCE = Path(__file__).parent.parent / "src"
@@ -62,6 +62,17 @@ def test_workers_make_the_calls_and_tell_what_went_wrong():
     errors = [one.error for one in found]
     assert errors[:4] == [None] * 4 and errors[5] is None and all(one.seconds > 0 for one in found)
     assert errors[4].startswith("NotImplementedError: q has head_dim 300")
+
+
+@pytest.mark.parametrize("varlen", [False, True])
+def test_a_call_has_its_backward_compiled_too_if_it_has_one(monkeypatch, varlen):
+    ran = []
+    for name in ("forward", "backward"):
+        function = getattr(eager, name)
+        monkeypatch.setattr(eager, name, lambda *args, name=name, function=function: ran.append(name) or function(*args))
+    ahead.make(*calls(varlen=varlen))
+    ahead.make(*calls(varlen=varlen, backward=False))
+    assert ran == ["forward", "backward", "forward"]
 
 
 def test_a_worker_that_dies_takes_one_call_with_it(monkeypatch):
