@@ -128,6 +128,8 @@ def main(argv: list[str] | None = None) -> int:
         command_line.error(f"suite {args.suite!r} needs a GPU; on a CPU only --suite smoke makes sense")
     if args.rounds < 1:
         command_line.error(f"--rounds {args.rounds}: expected at least 1")
+    if unknown := [name for name in args.directions if name not in DIRECTIONS]:
+        command_line.error(f"unknown direction {', '.join(unknown)}; known are {', '.join(DIRECTIONS)}")
     rows = []
     with tempfile.TemporaryDirectory() as folder:
         try:
@@ -151,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
             "suite": f"compare-{args.suite}", "gpu": report.device_name(device), "date": report.today(), "ref": args.ref,
             "command": "python -m benchmarks.compare " + shlex.join(argv), "versions": report.versions(device), "rows": rows,
         }  # fmt: skip
+        args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
     good = [row for row in rows if not row["failure"]]
     lines = [

@@ -9,11 +9,13 @@ Surprising fact: a document whose output was typed is right once. This one is ri
 import argparse
 import contextlib
 import io
+import os
 import re
 import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 from benchmarks import plot
 from flashattn.roofline import cli
@@ -30,7 +32,9 @@ def output(command: str) -> str:
     for start, run in COMMANDS.items():
         if command == start or command.startswith(start + " "):
             printed = io.StringIO()
-            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+            plain = mock.patch.dict(os.environ, {"NO_COLOR": "1", "TTY_COMPATIBLE": "0"})  # a document has no colours, whoever wants some
+            with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), plain:
+                os.environ.pop("FORCE_COLOR", None)
                 run(shlex.split(command[len(start) :]))
             lines = [line.rstrip() for line in printed.getvalue().strip("\n").splitlines()]
             return "\n".join(lines).strip("\n") + "\n"

@@ -94,7 +94,8 @@ def child(provider: str, direction: str, workload: Workload) -> None:
 def predicted(workload: Workload, provider: str, direction: str, capability: tuple[int, int] | None) -> dict[str, float] | None:
     """The laboratory's bytes for a call without a mask: {"no_l2", "once"}, and for standard attention only what its steps move.
 
-    Ours has the tiles and the way to dQ of the kernel that would be chosen. None where there is a mask, which the laboratory doesn't know.
+    Ours has the tiles and the way to dQ of the kernel that would be chosen. None where there is a mask, or a pass each for dK and dV, which
+    the laboratory doesn't know.
     """
     problem = replace(workload.problem(), capability=capability, aligned=True)
     if problem.window_left is not None or problem.window_right is not None or workload.packed or workload.seqlen_q != workload.seqlen_k:
@@ -105,8 +106,10 @@ def predicted(workload: Workload, provider: str, direction: str, capability: tup
         return {"no_l2": heads * memory.standard(n, d, size, which).total, "once": workload.minimal_bytes(direction)}
     kernel = select(problem, which, provider.partition("-")[2] or None)
     rows = kernel.rows(problem)
-    row = rows["forward"] if direction == "fwd" else rows.get("backward") or rows["dkdv" if "dkdv" in rows else "dk"]
-    tiles = memory.flash(n, d, row.block_m, row.block_n, size, which, fused=kernel.name == "hopper")
+    if direction == "bwd" and "dk" in rows:
+        return None
+    of_q, of_k = ("forward", "forward") if direction == "fwd" else ("backward", "backward") if "backward" in rows else ("dq", "dkdv")
+    tiles = memory.flash(n, d, rows[of_q].block_m, rows[of_k].block_n, size, which, fused=kernel.name == "hopper")
     return {"no_l2": heads * tiles.total, "once": workload.minimal_bytes(direction)}
 
 
@@ -156,7 +159,11 @@ def main(argv: list[str] | None = None) -> int:
     if shutil.which("ncu") is None:
         p.error("needs Nsight Compute: no ncu on the PATH")
     names, gpu = tuple(args.providers.split(",")), detect(report.device_name(device))
-    placed = measure(workload, DIRECTIONS, choose(names), gpu, Gate(device), clock_for(device), rounds=5)
+    try:
+        chosen = choose(names)
+    except ValueError as error:
+        p.error(str(error))
+    placed = measure(workload, DIRECTIONS, chosen, gpu, Gate(device), clock_for(device), rounds=5)
     rows = []
     for provider in names:
         for direction in DIRECTIONS:

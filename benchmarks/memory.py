@@ -103,12 +103,16 @@ def main(argv: list[str] | None = None) -> int:
     if not torch.cuda.is_available():
         p.error("needs a CUDA device: only its allocator keeps a peak")
     device = torch.device("cuda")
-    workload = square("memory", 1, args.seqlen, args.heads, args.heads_kv or args.heads, args.head_dim, True)
+    workload = square("memory", 1, args.seqlen, args.heads, args.heads if args.heads_kv is None else args.heads_kv, args.head_dim, True)
     lengths, providers, suite = (args.seqlen, 2 * args.seqlen), PROVIDERS, "memory"
     if args.paper:
         workload, lengths, providers, suite = PAPER, PAPER_LENGTHS, ("flashattn", "sdpa-flash", "standard"), "memory-paper"
+    try:
+        chosen = choose(tuple(args.providers.split(",")) if args.providers else providers)
+    except ValueError as error:
+        p.error(str(error))
     gate, rows = Gate(device), []
-    for provider in choose(tuple(args.providers.split(",")) if args.providers else providers):
+    for provider in chosen:
         rows += measure(provider, workload, lengths, gate)
     add_ratios(rows, args.baseline)
     document = {

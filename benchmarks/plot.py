@@ -6,16 +6,17 @@ Surprising fact: nothing is measured here, so pictures can be drawn anew on any 
 
 import argparse
 import json
+import re
 import sys
 from pathlib import Path
 
-from benchmarks.readme import GPU, is_ours
+from benchmarks.readme import GPU, is_ours, kind
 from benchmarks.report import RESULTS, plain_table
 from benchmarks.workloads import WORKLOADS, Workload
-from flashattn.roofline import detect, plot
+from flashattn.roofline import Work, bound_of, detect, plot
 from flashattn.roofline.workload import PASSES
 
-Key = tuple[int, bool, str]  # head dim, causal, direction
+Key = tuple[str, str]  # the kind of a workload ("D 64, causal"), direction
 
 
 def measured(rows: list[dict]) -> list[tuple[Workload, dict]]:
@@ -24,22 +25,22 @@ def measured(rows: list[dict]) -> list[tuple[Workload, dict]]:
 
 
 def speeds(rows: list[dict]) -> dict[Key, dict[str, dict[int, float]]]:
-    """{(head dim, causal, direction): {provider: {length: TFLOP/s}}} of dense workloads of which more than one length was measured."""
+    """{(kind, direction): {provider: {length: TFLOP/s}}} of dense workloads of which more than one length was measured."""
     found: dict[Key, dict[str, dict[int, float]]] = {}
     for workload, row in measured(rows):
         if not workload.packed:
-            key = (workload.head_dim, bool(workload.causal), row["direction"])
+            key = (", ".join(kind(workload)), row["direction"])
             found.setdefault(key, {}).setdefault(row["provider"], {})[workload.seqlen_q] = row["tflops"]
     return {key: series for key, series in found.items() if any(len(values) > 1 for values in series.values())}
 
 
 def points(rows: list[dict]) -> list[plot.Point]:
-    """The fastest of our kernels at the longest length of each head dim, mask and pass."""
+    """The fastest of our kernels at the longest length of each kind and pass."""
     best: dict[Key, tuple[int, float, plot.Point]] = {}
     for workload, row in measured(rows):
         if is_ours(row) and not workload.packed:
-            key = (workload.head_dim, bool(workload.causal), row["direction"])
-            label = f"{PASSES[row['direction']]}, D {workload.head_dim}{', causal' if workload.causal else ''}, S {workload.seqlen_q}"
+            key = (", ".join(kind(workload)), row["direction"])
+            label = f"{PASSES[row['direction']]}, {key[0]}, S {workload.seqlen_q}"
             one = plot.Point(label, workload.work(row["direction"]).intensity, row["tflops"] * 1e12)
             best[key] = max(best.get(key, (0, 0.0, one)), (workload.seqlen_q, row["tflops"], one), key=lambda entry: entry[:2])
     return [point for _, _, point in best.values()]
@@ -64,7 +65,7 @@ def listed(data: dict) -> str:
     """`points` as text: how near each is to the roofline of its GPU's data sheet."""
     known, lines = detect(data["gpu"]), []
     for point in points(data["rows"]):
-        roof = None if known is None else min(known.peak("bfloat16"), point.intensity * known.bandwidth)
+        roof = None if known is None else bound_of(Work(point.intensity, 1), known).attainable
         lines.append([point.label, f"{point.intensity:.0f}", f"{point.flops / 1e12:.0f}", f"{point.flops / roof:.0%}" if roof else "-"])
     return plain_table(["kernel", "FLOP/byte", "TFLOP/s", "of roofline"], lines)
 
@@ -76,10 +77,10 @@ def draw(results: Path, out: Path, suite: str, ending: str) -> list[Path]:
     if known is not None:
         figure = plot.roofline(known, "bfloat16", points(data["rows"]), ceilings(data))
         made.append(plot.save(figure, out / f"{GPU}-{suite}-roofline.{ending}"))
-    for (head_dim, causal, direction), series in sorted(speeds(data["rows"]).items()):
-        title = f"{data['gpu']}, {PASSES[direction]}, D {head_dim}{', causal' if causal else ''}"
-        figure = plot.against_length(series, "TFLOP/s", title)
-        made.append(plot.save(figure, out / f"{GPU}-{suite}-d{head_dim}{'-causal' if causal else ''}-{direction}.{ending}"))
+    for (what, direction), series in sorted(speeds(data["rows"]).items()):
+        figure = plot.against_length(series, "TFLOP/s", f"{data['gpu']}, {PASSES[direction]}, {what}")
+        slug = re.sub(r"[^a-z0-9]+", "-", what.lower().replace(" ", "", 1))  # "D 64, causal" is d64-causal
+        made.append(plot.save(figure, out / f"{GPU}-{suite}-{slug}-{direction}.{ending}"))
     for name in ("memory", "memory-paper"):
         path = results / f"{GPU}-{name}.json"
         if path.exists():

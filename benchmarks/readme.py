@@ -62,15 +62,22 @@ def cells(data: dict) -> dict[tuple[str, str], dict[str, dict]]:
     return {group: cell for group, cell in found.items() if "ours" in cell}
 
 
-def label(workload: Workload) -> str:
-    """'D 128, S 4096, causal', with what else there is to tell."""
+def kind(workload: Workload) -> list[str]:
+    """['D 128', 'causal'], with what else there is to tell but lengths."""
     dims = f"{workload.head_dim}" if workload.head_dim == workload.head_dim_v else f"{workload.head_dim}/{workload.head_dim_v}"
-    equal = len(set(workload.lengths)) <= 1
-    lengths = f"S {workload.seqlen_q}" if equal else f"{workload.batch} sequences to S {workload.seqlen_q}"
-    heads = f", heads {workload.heads_q}/{workload.heads_kv}" if workload.group > 1 else ""
     left = workload.window and workload.window[0]
-    window = "" if left is None else f", window {left + 1}"  # of a causal call: the row's own key among them
-    return f"D {dims}, {lengths}{heads}{', packed' if workload.packed else ''}{', causal' if workload.causal else ''}{window}"
+    told = {
+        f"heads {workload.heads_q}/{workload.heads_kv}": workload.group > 1, "packed": workload.packed, "causal": workload.causal,
+        f"window {(left or 0) + 1}": left is not None,  # of a causal call: the row's own key among them
+    }  # fmt: skip
+    return [f"D {dims}", *(words for words, said in told.items() if said)]
+
+
+def label(workload: Workload) -> str:
+    """'D 128, S 4096, causal': the kind with its lengths."""
+    dims, *rest = kind(workload)
+    equal = len(set(workload.lengths)) <= 1
+    return ", ".join([dims, f"S {workload.seqlen_q}" if equal else f"{workload.batch} sequences to S {workload.seqlen_q}", *rest])
 
 
 def ratio(cell: dict[str, dict], peer: str) -> float | None:

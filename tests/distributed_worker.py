@@ -127,6 +127,28 @@ def sharded_packed(rank):
     torch.testing.assert_close([x.full_tensor() for x in found], list(gradients))
 
 
+def sharded_variants(rank):
+    """Slopes and sinks go with the heads, and are whole where batch entries are sharded; the gradient of sinks is summed over these."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(DEVICE, (WORLD,))
+    q, k, v = tensors()
+    sinks = torch.linspace(-1, 1, 4, device=DEVICE).requires_grad_()
+    for slopes in (torch.linspace(0.1, 1, 4, device=DEVICE), torch.linspace(0.1, 1, 16, device=DEVICE).view(4, 4)):
+        options = {"causal": True, "softcap": 2.0}
+        expected = attention(q, k, v, alibi_slopes=slopes, sinks=sinks, **options)
+        gradients = torch.autograd.grad(expected.square().sum(), (q, k, v, sinks))
+        for dim, of_heads in ((2, True), (0, False)):
+            parts = [distribute_tensor(x.detach(), mesh, [Shard(dim)]).requires_grad_() for x in (q, k, v)]
+            of_slopes = Shard(slopes.dim() - 1) if of_heads else Shard(0) if slopes.dim() == 2 else Replicate()
+            part = distribute_tensor(sinks.detach(), mesh, [Shard(0) if of_heads else Replicate()]).requires_grad_()
+            out = attention(*parts, alibi_slopes=distribute_tensor(slopes, mesh, [of_slopes]), sinks=part, **options)
+            assert out.placements == (Shard(dim),)
+            torch.testing.assert_close(out.full_tensor(), expected)
+            found = torch.autograd.grad(out.square().sum(), (*parts, part))
+            torch.testing.assert_close([x.full_tensor() for x in found], list(gradients))
+
+
 def sharded_compiled(rank):
     """The compiler asks for the rule before any call was made."""
     from torch.distributed.tensor import Shard, distribute_tensor

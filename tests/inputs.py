@@ -34,7 +34,10 @@ STRIDES = {
 
 @dataclass(frozen=True)
 class Data:
-    """Inputs and incoming gradients of one call: dense [batch, rows, heads, dim], or packed [total, heads, dim] with cu_seqlens."""
+    """Inputs and incoming gradients of one call: dense [batch, rows, heads, dim], or packed [total, heads, dim] with cu_seqlens.
+
+    slopes: of ALiBi, [heads] or [batch, heads]; sinks: [heads].
+    """
 
     q: Tensor
     k: Tensor
@@ -43,6 +46,8 @@ class Data:
     dlse: Tensor
     cu_q: Tensor | None = None
     cu_k: Tensor | None = None
+    slopes: Tensor | None = None
+    sinks: Tensor | None = None
 
     @property
     def packed(self) -> bool:
@@ -87,6 +92,20 @@ def packed(lens_q, lens_k=None, *, tail_q=0, tail_k=0, **options) -> Data:
     data = dense(total_q + tail_q, total_k + tail_k, batch=1, used_q=total_q, used_k=total_k, **options)
     alone = {name: getattr(data, name)[0] for name in ("q", "k", "v", "dout", "dlse")}
     return Data(**alone, cu_q=_cumulate(lens_q, data.q.device), cu_k=_cumulate(lens_k, data.q.device))
+
+
+def with_extras(data: Data, *, slopes: str = "", sinks: float | None = None, seed: int = 0) -> Data:
+    """With slopes of ALiBi for each "head" or each "entry" and head, that of the second head 0, and with normal sinks around `sinks`, that
+    of the third head -inf."""
+    heads = data.q.shape[-2]
+    entries = len(data.cu_q) - 1 if data.packed else data.q.shape[0]
+    generator = torch.Generator(data.q.device).manual_seed(seed + 1000)
+    shape = (entries, heads) if slopes == "entry" else (heads,)
+    numbers = torch.rand(shape, generator=generator, device=data.q.device)
+    numbers[..., 1:2] = 0.0
+    around = torch.randn(heads, generator=generator, device=data.q.device) + (sinks or 0.0)
+    around[2:3] = -torch.inf
+    return data.with_(slopes=numbers if slopes else None, sinks=None if sinks is None else around)
 
 
 def _default(value, otherwise):

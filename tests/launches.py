@@ -9,6 +9,11 @@ from flashattn.dispatch.table import hopper_backward_row, hopper_padded, hopper_
 from flashattn.problem import Problem
 
 
+def extras_of(problem: Problem):
+    """(slopes, sinks), None where the problem has none."""
+    return [torch.empty(problem.heads_q, device="meta") if wanted else None for wanted in (problem.alibi, problem.sinks)]
+
+
 def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = True):
     """(kernel, arguments, options) of one pass, with the row that the table has for it; "hopper" is the forward of that kernel.
 
@@ -28,18 +33,19 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     rows = (problem.heads_q, problem.total_q) if problem.varlen else (problem.batch, problem.heads_q, problem.seqlen_q)
     lse = delta = torch.empty(rows, dtype=torch.float32, device="meta")
     cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
+    slopes, sinks = extras_of(problem)
     if name == "forward":
-        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu)
+        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks)
     elif name == "hopper":
         counter = torch.empty(2, dtype=torch.int32, device="meta") if row.tickets else None
-        kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter)
+        kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter, slopes, sinks)
     elif name == "delta":
         kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse if dlse else None, delta)
     elif name == "dq":
-        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu)
+        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes)
     else:
         wanted = (k if "k" in needs and name != "dv" else None, v if "v" in needs and name != "dk" else None)
-        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu)
+        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu, slopes)
     return kernel, args, options
 
 
@@ -76,5 +82,7 @@ def hopper_backward_launch(problem: Problem, needs: str = "qkv", row=None, name:
     else:
         dk, dv = k if "k" in needs else None, v if "v" in needs else None
         v = None if needs == "v" else v
-        kernel, _, args, options = launch.backward_launch(problem, row, q, k, v, dout, numbers, sums, dk, dv, turns, *cu)
+        kernel, _, args, options = launch.backward_launch(
+            problem, row, q, k, v, dout, numbers, sums, dk, dv, turns, *cu, extras_of(problem)[0]
+        )
     return kernel, args, options

@@ -21,18 +21,20 @@ import torch
 from torch import Tensor
 
 from flashattn import attention, attention_varlen, explain
-from flashattn.reference import attention_reference, attention_varlen_reference, keep_mask
-from inputs import STRIDES, Data, dense, packed
+from flashattn.problem import default_scale
+from flashattn.reference import attention_reference, attention_scores, attention_varlen_reference, distances, keep_mask
+from inputs import STRIDES, Data, dense, packed, with_extras
 
 __all__ = [
     "DTYPES", "STRIDES", "WHERE", "WHERE_DTYPE", "Data", "Expected", "Results",
-    "assert_close_to_oracle", "check", "compare", "dense", "expect", "packed", "run", "same_bits", "tolerance",
+    "assert_close_to_oracle", "check", "compare", "dense", "expect", "packed", "run", "same_bits", "tolerance", "with_extras",
 ]  # fmt: skip
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 EPS32 = torch.finfo(torch.float32).eps
 BUDGET = {"cpu": 1 << 30, "cuda": 8 << 30}  # bytes for the score matrices of the reference
 
+TANH, FAST_TANH = 3, 2**12  # roundings that a tanh is off by; the Hopper kernels' is within 2^-11 (PTX ISA, tanh.approx)
 # (impl, device): `@pytest.mark.parametrize("impl, device", WHERE)` runs a test everywhere this machine can.
 WHERE = [
     pytest.param("eager", "cpu", id="eager-cpu"),
@@ -59,11 +61,19 @@ class Results(NamedTuple):
     dq: Tensor | None
     dk: Tensor | None
     dv: Tensor | None
+    dsinks: Tensor | None = None
 
 
-def run(data: Data, impl: str | None, *, grads="qkv", lse_grad=True, layout="bshd", **options) -> Results:
-    """attention or attention_varlen, forward and, for the inputs named in `grads`, backward."""
-    inputs = [getattr(data, name).detach().requires_grad_(name in grads) for name in "qkv"]
+def extras_of(data: Data, sinks: Tensor | None = None) -> dict[str, Tensor]:
+    """The options that are tensors; sinks: a leaf in the place of those in data."""
+    found = {"alibi_slopes": data.slopes, "sinks": data.sinks if sinks is None else sinks}
+    return {name: x for name, x in found.items() if x is not None}
+
+
+def run(data: Data, impl: str | None, *, grads="qkvs", lse_grad=True, layout="bshd", **options) -> Results:
+    """attention or attention_varlen, forward and, for the inputs named in `grads` ("s": sinks, if there are any), backward."""
+    *inputs, sinks = leaves = _leaves(data, grads)
+    options = options | extras_of(data, sinks)
     if data.packed:
         out, lse = attention_varlen(*inputs, data.cu_q, data.cu_k, impl=impl, return_lse=True, **options)
     elif layout == "bhsd":
@@ -71,16 +81,25 @@ def run(data: Data, impl: str | None, *, grads="qkv", lse_grad=True, layout="bsh
         out = out.transpose(1, 2)
     else:
         out, lse = attention(*inputs, impl=impl, return_lse=True, layout=layout, **options)
-    return Results(out.detach(), lse.detach(), *_gradients(out, lse, data.dout, data.dlse if lse_grad else None, inputs))
+    return Results(out.detach(), lse.detach(), *_gradients(out, lse, data.dout, data.dlse if lse_grad else None, leaves))
+
+
+def _leaves(data: Data, grads: str, dtype: torch.dtype | None = None) -> list[Tensor | None]:
+    """q, k, v in dtype, and sinks, in one no narrower than theirs; the last is None if there are none."""
+    leaves = [getattr(data, name).detach().to(dtype or data.q.dtype).requires_grad_(name in grads) for name in "qkv"]
+    sinks = data.sinks
+    if sinks is not None:
+        sinks = sinks.detach().to(torch.promote_types(sinks.dtype, dtype or sinks.dtype)).requires_grad_("s" in grads)
+    return [*leaves, sinks]
 
 
 def _gradients(out, lse, dout, dlse, inputs) -> list[Tensor | None]:
-    wanted = [x for x in inputs if x.requires_grad]
+    wanted = [x for x in inputs if x is not None and x.requires_grad]
     if not wanted:
         return [None] * len(inputs)
     outputs, cotangents = ([out, lse], [dout, dlse.to(lse.dtype)]) if dlse is not None and lse.requires_grad else ([out], [dout])
     found = iter(torch.autograd.grad(outputs, wanted, cotangents, allow_unused=True, materialize_grads=True))
-    return [next(found) if x.requires_grad else None for x in inputs]
+    return [next(found) if x is not None and x.requires_grad else None for x in inputs]
 
 
 def same_bits(a: Results, b: Results) -> bool:
@@ -103,7 +122,7 @@ class Expected(NamedTuple):
     unseen: Tensor
 
 
-def expect(data: Data, *, grads="qkv", lse_grad=True, peer_dtype=None, **options) -> Expected:
+def expect(data: Data, *, grads="qkvs", lse_grad=True, peer_dtype=None, **options) -> Expected:
     """Run the reference on `data`, a few heads at a time, so that score matrices take no more than a few gigabytes."""
     dtype = peer_dtype or data.q.dtype
     oracle = _reference(data, torch.float64, grads, lse_grad, options)
@@ -111,10 +130,12 @@ def expect(data: Data, *, grads="qkv", lse_grad=True, peer_dtype=None, **options
     # lse is float32 whatever the inputs, so it is measured against what float32 makes of the same inputs
     lse = _reference(data, torch.float32, "", False, options).lse if dtype != torch.float32 else peer.lse
     magnitude = _magnitude(data, lse_grad, options)
-    return Expected(oracle, peer._replace(lse=lse), magnitude, oracle.lse == -torch.inf, _unseen(data, options))
+    empty, unseen = _unkept(data, options)
+    return Expected(oracle, peer._replace(lse=lse), magnitude, oracle.lse == -torch.inf if data.sinks is None else empty, unseen)
 
 
-def _attend(data: Data, q, k, v, options):
+def _attend(data: Data, q, k, v, options, sinks=None):
+    options = options | extras_of(data, sinks)
     if data.packed:
         return attention_varlen_reference(q, k, v, data.cu_q, data.cu_k, return_lse=True, **options)
     return attention_reference(q, k, v, return_lse=True, **options)
@@ -140,7 +161,11 @@ def _pieces(data: Data, itemsize: int) -> Iterator[tuple[Data, slice, slice, sli
             at_b, at_h = slice(b, b + batches), slice(h, min(h + heads_at_once, heads))
             at_kv = slice(h // group, (at_h.stop - 1) // group + 1)
             heads_of = {"q": at_h, "k": at_kv, "v": at_kv, "dout": at_h, "dlse": at_h}
-            yield data.with_(**{name: _cut(getattr(data, name), at_b, at, data.packed) for name, at in heads_of.items()}), at_b, at_h, at_kv
+            piece = {name: _cut(getattr(data, name), at_b, at, data.packed) for name, at in heads_of.items()}
+            slopes, sinks = (x if x is None else x[..., at_h] for x in (data.slopes, data.sinks))
+            if slopes is not None and slopes.dim() == 2 and not data.packed:
+                slopes = slopes[at_b]
+            yield data.with_(**piece, slopes=slopes, sinks=sinks), at_b, at_h, at_kv
 
 
 def _cut(x: Tensor, at_b: slice, at_h: slice, packed: bool) -> Tensor:
@@ -149,44 +174,51 @@ def _cut(x: Tensor, at_b: slice, at_h: slice, packed: bool) -> Tensor:
 
 def _zeros_like_results(data: Data, dtype, grads) -> Results:
     shapes = [x.shape if name in grads or name in ("dout", "dlse") else None for name, x in vars(data).items()]
-    q, k, v, out, lse = (shape if shape is None else torch.zeros(shape, dtype=dtype, device=data.q.device) for shape in shapes[:5])
-    return Results(out, lse, q, k, v)
+    shapes = [*shapes[:5], None if data.sinks is None or "s" not in grads else data.sinks.shape]
+    q, k, v, out, lse, sinks = (shape if shape is None else torch.zeros(shape, dtype=dtype, device=data.q.device) for shape in shapes)
+    return Results(out, lse, q, k, v, sinks)
 
 
 def _reference(data: Data, dtype, grads, lse_grad, options) -> Results:
     total = _zeros_like_results(data, torch.float64, grads)  # one dtype for all, so that key heads cut in two are not rounded twice
     for piece, at_b, at_h, at_kv in _pieces(data, itemsize=torch.finfo(dtype).bits // 8):
-        inputs = [getattr(piece, name).detach().to(dtype).requires_grad_(name in grads) for name in "qkv"]
-        out, lse = _attend(piece, *inputs, options)
-        dq, dk, dv = _gradients(out, lse, piece.dout.to(dtype), piece.dlse if lse_grad else None, inputs)
-        for sum_, part, at in zip(total, (out, lse, dq, dk, dv), (at_h, at_h, at_h, at_kv, at_kv), strict=True):
+        *inputs, sinks = leaves = _leaves(piece, grads, dtype)
+        out, lse = _attend(piece, *inputs, options, sinks)
+        *parts, dsinks = out, lse, *_gradients(out, lse, piece.dout.to(dtype), piece.dlse if lse_grad else None, leaves)
+        for sum_, part, at in zip(total, parts, (at_h, at_h, at_h, at_kv, at_kv), strict=False):
             if sum_ is not None:
                 _cut(sum_, at_b, at, data.packed).add_(part.detach())
+        if dsinks is not None:
+            total.dsinks[at_h].add_(dsinks)
     return total
 
 
-def _magnitude(data: Data, lse_grad, options) -> Results:
-    """For each result, what float32 roundoff inside it is relative to, in float32."""
-    total = _zeros_like_results(data, torch.float32, "qkv")
+def _magnitude(data: Data, lse_grad, options, off_tanh=TANH) -> Results:
+    """For each result, what float32 roundoff inside it is relative to, in float32. off_tanh: see `_add_magnitude`."""
+    total = _zeros_like_results(data, torch.float32, "qkvs")
     for piece, at_b, at_h, at_kv in _pieces(data, itemsize=4):
         # rows past the last cu_seqlens are NaN in the inputs and 0 in every result
         tensors = [getattr(piece, name).detach().float().nan_to_num() for name in ("q", "k", "v", "dout", "dlse")]
         tensors[-1] = tensors[-1].transpose(-1, -2)[..., None] * lse_grad
-        sums = [_cut(x, at_b, at, data.packed) for x, at in zip(total, (at_h, at_h, at_h, at_kv, at_kv), strict=True)]
+        sums = [_cut(x, at_b, at, data.packed) for x, at in zip(total, (at_h, at_h, at_h, at_kv, at_kv), strict=False)]
         sums[1] = sums[1].transpose(-1, -2)
+        dsinks = None if total.dsinks is None else total.dsinks[at_h]
         if not data.packed:
-            _add_magnitude(sums, tensors, data.q.dtype, options)
+            _add_magnitude([*sums, dsinks], tensors, data.q.dtype, options | extras_of(piece), off_tanh)
             continue
         cu_q, cu_k = data.cu_q.tolist(), data.cu_k.tolist()
-        for q0, q1, k0, k1 in zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False):
+        for n, (q0, q1, k0, k1) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)):
+            extras = extras_of(piece if piece.slopes is None or piece.slopes.dim() == 1 else piece.with_(slopes=piece.slopes[n]))
             at_q, at_k = slice(q0, q1), slice(k0, k1)
             alone = [x[None, at] for x, at in zip(tensors, (at_q, at_k, at_k, at_q, at_q), strict=True)]
-            _add_magnitude([x[None, at] for x, at in zip(sums, (at_q, at_q, at_q, at_k, at_k), strict=True)], alone, data.q.dtype, options)
+            parts = [x[None, at] for x, at in zip(sums, (at_q, at_q, at_q, at_k, at_k), strict=True)]
+            _add_magnitude([*parts, dsinks], alone, data.q.dtype, options | extras, off_tanh)
     return total
 
 
-def _add_magnitude(sums, tensors, dtype, options) -> None:
-    """Adds to (out, lse, dq, dk, dv) the absolute values of what is added and subtracted in each, times the rounding errors it comes with:
+def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
+    """Adds to (out, lse, dq, dk, dv, dsinks) the absolute values of what is added and subtracted in each, times the rounding errors that
+    come with it:
 
     The score s_ij is off by t_ij = |scale| |q_i|.|k_j| (in units of eps), and the GPU's exponential by 2 (PTX ISA, ex2.approx: 2^-22);
     hence lse_i: sum_j p_ij (t_ij + 2). The probabilities of a row are off by the factors w_ij = 2 t_ij + 2, of which out keeps what
@@ -196,25 +228,41 @@ def _add_magnitude(sums, tensors, dtype, options) -> None:
     dv_j: sum_i p_ij x_ij |dout_i|. And ds_ij = p_ij (dp_ij - delta_i + dlse_i) is off by p_ij times
     y_ij = x_ij |dp_ij - delta_i + dlse_i| + |dout_i|.|v_j| + |dout_i|.|out_i| + |dlse_i| + what rounding out to its dtype does to delta;
     hence dq_i: |scale| sum_j p_ij y_ij |k_j| and dk_j: |scale| sum_i p_ij y_ij |q_i|.
+
+    Under a softcap a score is off by t_ij times the derivative g = 1 - tanh^2, and by off_tanh + 1 roundings of itself; ALiBi adds
+    two of what it subtracts and one of the rest. ds is off by g times the above, and by what g is off, 2 |tanh| times that of tanh and a
+    rounding, times |dp_ij - delta_i + dlse_i|. A sink's gradient sums p_i of the same kind, of a score that comes as it is:
+    sum_i p_i (|sink| + |lse_i| + 2) |delta_i - dlse_i| and what delta is off.
     """
     q, k, v, dout, dlse = tensors
-    signed_scale = q.shape[-1] ** -0.5 if options.get("softmax_scale") is None else options["softmax_scale"]
-    scale = abs(signed_scale)
+    signed_scale = default_scale(q.shape[-1]) if options.get("softmax_scale") is None else options["softmax_scale"]
+    scale, cap, slopes, sinks = abs(signed_scale), *(options.get(name) for name in ("softcap", "alibi_slopes", "sinks"))
     heads_kv = k.shape[2]
     out, lse = attention_reference(q, k, v, return_lse=True, **options)
     k, v = (x.repeat_interleave(q.shape[2] // heads_kv, dim=2) for x in (k, v))
     over_dim, over_j, over_i = "bihd,bjhd->bihj", "bihj,bjhd->bihd", "bihj,bihd->bjhd"
+    heads_inside = lambda s: s.transpose(1, 2)  # noqa: E731  [b, h, i, j] -> [b, i, h, j]
     keep = keep_mask(q.shape[1], k.shape[1], causal=options.get("causal", False), window=options.get("window"), device=q.device)
-    s = signed_scale * torch.einsum(over_dim, q, k)
+    s = heads_inside(attention_scores(q, k, signed_scale, softcap=cap, alibi_slopes=slopes))
     p = torch.where(keep[:, None], torch.exp(s - lse.transpose(-1, -2)[..., None]), 0.0)
     spread = (torch.einsum(over_j, p, v.square()) - out.square()).clamp_min(0.0).sqrt()
     delta = (dout * out).sum(-1, keepdim=True)
     t = scale * torch.einsum(over_dim, q.abs(), k.abs())
+    g, off_g = 1.0, 0.0
+    if cap:
+        tanh = heads_inside(attention_scores(q, k, signed_scale, softcap=cap)) / cap
+        g = 1 - tanh.square()
+        off_g = 2 * tanh.abs() * (g * t / cap + off_tanh * tanh.abs()) + 1
+        t = g * t + (off_tanh + 1) * cap * tanh.abs()
+    if slopes is not None:
+        bias = (slopes[..., None, None] * distances(q.shape[1], k.shape[1], q.device)).expand(q.shape[0], -1, -1, -1)
+        t = t + 2 * heads_inside(bias).abs() + (s + heads_inside(bias)).abs()
     w = 2 * t + 2
     x = w + lse.abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
-    y = x * (torch.einsum(over_dim, dout, v) - delta + dlse).abs() + torch.einsum(over_dim, dout.abs(), v.abs())
+    resid = (torch.einsum(over_dim, dout, v) - delta + dlse).abs()
     rounding = torch.linalg.vector_norm(dout * (out - out.to(dtype).float()), dim=-1, keepdim=True) / EPS32
-    y += (dout * out).abs().sum(-1, keepdim=True) + dlse.abs() + rounding
+    off_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs() + rounding
+    y = g * (x * resid + torch.einsum(over_dim, dout.abs(), v.abs()) + off_delta) + off_g * resid
     found = (
         (p * w.square()).sum(-1, keepdim=True).sqrt() * spread,
         (p * (t + 2)).sum(-1),
@@ -222,18 +270,23 @@ def _add_magnitude(sums, tensors, dtype, options) -> None:
         scale * torch.einsum(over_i, p * y, q.abs()).unflatten(2, (heads_kv, -1)).sum(3),
         torch.einsum(over_i, p * x, dout.abs()).unflatten(2, (heads_kv, -1)).sum(3),
     )
-    for total, part in zip(sums, found, strict=True):
+    for total, part in zip(sums, found, strict=False):
         total.add_(part)
+    if sinks is not None:
+        rows = lse.transpose(-1, -2)[..., None].masked_fill(lse.transpose(-1, -2)[..., None] == -math.inf, math.inf)
+        sinks = sinks[:, None].float()
+        off = (sinks.abs().nan_to_num(posinf=0.0) + rows.abs().nan_to_num(posinf=0.0) + 2) * (delta - dlse).abs() + off_delta
+        sums[-1].add_((torch.exp(sinks - rows) * off).sum((0, 1, 3)))
 
 
-def _unseen(data: Data, options) -> Tensor:
-    """Which keys get no weight in any row. With equal scores every kept pair has weight, whatever the numbers."""
+def _unkept(data: Data, options) -> tuple[Tensor, Tensor]:
+    """Which rows have no key, and which keys no row. With equal scores every kept pair has weight, whatever the numbers."""
     rows = (data.q if data.packed else data.q[:1])[..., :1, :1]
     keys = (data.k if data.packed else data.k[:1])[..., :1, :1]
     rows, keys = torch.zeros_like(rows, dtype=torch.float32), torch.zeros_like(keys, dtype=torch.float32)
     values = torch.ones_like(keys, requires_grad=True)
-    out, _ = _attend(data, rows, keys, values, options)
-    return torch.autograd.grad(out, values, torch.ones_like(out))[0] == 0
+    out, lse = _attend(data.with_(slopes=None, sinks=None), rows, keys, values, options)
+    return lse == -torch.inf, torch.autograd.grad(out, values, torch.ones_like(out))[0] == 0
 
 
 # ------------------------------------------------------------------------------------------------------------------- comparison
@@ -284,8 +337,9 @@ def compare(results: Results, expected: Expected, dtype: torch.dtype) -> None:
     """Every result against the oracle, and exact zeros where attention has nothing to attend to."""
     for name, actual, oracle, peer, magnitude in zip(Results._fields, results, *expected[:3], strict=True):
         if actual is not None:
-            kind = torch.float32 if name == "lse" else dtype
+            kind = torch.float32 if name in ("lse", "dsinks") else dtype
             assert actual.dtype == kind, f"{name}: {actual.dtype}, expected {kind}"
+            kind = dtype if name == "dsinks" else kind  # it is float32, made of what was rounded to dtype
             assert_close_to_oracle(actual, oracle, peer, kind, magnitude=magnitude, what=name)
     empty = expected.empty.transpose(-1, -2)[..., None]
     for name, nothing in (("out", empty), ("dq", empty), ("dk", expected.unseen), ("dv", expected.unseen)):
@@ -295,16 +349,20 @@ def compare(results: Results, expected: Expected, dtype: torch.dtype) -> None:
 
 
 def check(
-    data: Data, impl: str | None, *, grads="qkv", lse_grad=True, layout="bshd", peer_dtype=None, deterministic=False, **options
+    data: Data, impl: str | None, *, grads="qkvs", lse_grad=True, layout="bshd", peer_dtype=None, deterministic=False, **options
 ) -> Results:
-    """Run and compare with the oracle; options: causal, window, softmax_scale. Returns the results for further questions.
+    """Run and compare with the oracle; options: causal, window, softmax_scale, softcap. Returns the results for further questions.
 
     Beside "portable" the forward of "hopper" is run and compared too, where it would be chosen: every test of the one is a test of both.
     peer_dtype: of the low-precision peer, where that of the inputs overflows.
     """
     results = run(data, impl, grads=grads, lse_grad=lse_grad, layout=layout, deterministic=deterministic, **options)
     expected = expect(data, grads=grads, lse_grad=lse_grad, peer_dtype=peer_dtype, **options)
-    compare(results, expected, data.q.dtype)
-    if impl == "portable" and explain(data.q, data.k, data.v, data.cu_q, data.cu_k, **options).kernels["forward"] == "hopper":
-        compare(run(data, "hopper", grads="", layout=layout, deterministic=deterministic, **options), expected, data.q.dtype)
+    on_hopper = expected
+    if options.get("softcap") and data.q.is_cuda:
+        on_hopper = expected._replace(magnitude=_magnitude(data, lse_grad, options, FAST_TANH))
+    compare(results, on_hopper if impl == "hopper" else expected, data.q.dtype)
+    explained = options | extras_of(data)
+    if impl == "portable" and explain(data.q, data.k, data.v, data.cu_q, data.cu_k, **explained).kernels["forward"] == "hopper":
+        compare(run(data, "hopper", grads="", layout=layout, deterministic=deterministic, **options), on_hopper, data.q.dtype)
     return results

@@ -57,6 +57,9 @@ CALLS = {
     "transposed": ((q.transpose(1, 2).contiguous().transpose(1, 2), k, v), {}),
     "window": ((q, k, v), {"window": (1, 1)}),
     "lse": ((q, k, v), {"return_lse": True}),
+    "softcap": ((q, k, v), {"softcap": 0.5}),
+    "slopes": ((q, k, v), {"alibi_slopes": torch.linspace(0, 1, 4)}),
+    "sinks": ((q, k, v), {"sinks": torch.linspace(-1, 1, 4)}),
 }
 
 
@@ -76,7 +79,7 @@ def test_calls_do_not_take_each_other_for_themselves(short):
             found = attention(*inputs, impl="eager", **options)
             found = found if isinstance(found, tuple) else (found,)
             assert len(found) == len(expected[name]) and all(map(torch.equal, found, expected[name])), (pair, name)
-    assert len(again._seen) == len(CALLS) - 2, "a window is always looked at, and who wants lse asks the same"
+    assert len(again._seen) == len(CALLS) - 5, "a window, a cap, slopes and sinks are always looked at, and who wants lse asks the same"
 
 
 WRONG = {

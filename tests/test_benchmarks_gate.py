@@ -5,9 +5,11 @@ far as its gate has been seen to close.
 """
 
 import importlib.util
+import subprocess
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from benchmarks import run
 from benchmarks.workloads import DIRECTIONS, square
 
 from flashattn.dispatch.table import KERNELS
+from flashattn.roofline import timing
 from flashattn.roofline.calls import Inputs, Provider, attempt
 from flashattn.roofline.gate import Gate, disagreement, excess
 from flashattn.roofline.peers import PROVIDERS, choose
@@ -81,6 +84,16 @@ def test_no_rounds_is_an_error():
 
 def test_no_gpu_has_no_state():
     assert gpu_state(CPU) is None
+
+
+def test_an_nvidia_smi_that_hangs_is_no_end_of_a_run(monkeypatch):
+    def hang(command, timeout, **_):
+        raise subprocess.TimeoutExpired(command, timeout)
+
+    monkeypatch.setattr(timing.shutil, "which", lambda name: name)
+    monkeypatch.setattr(timing.subprocess, "run", hang)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="GPU-1"))
+    assert gpu_state(torch.device("cuda")) is None
 
 
 # -------------------- providers and gate

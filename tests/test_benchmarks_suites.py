@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from benchmarks import report, run
+from benchmarks import plot, report, run
 from benchmarks.workloads import SUITES, WORKLOADS, square
 
 from flashattn.reference import keep_mask
@@ -87,6 +87,20 @@ def test_a_long_run_has_a_bar_where_somebody_looks(terminal, monkeypatch, capsys
     printed = capsys.readouterr().out
     assert "first [1/4]\n" in printed and "second\n" in printed
     assert ("75%" in printed) == terminal
+
+
+def test_kinds_of_workloads_are_not_mixed():
+    """A window, grouped heads: they have a point and a line of their own, though head dim and length are the same."""
+    names = ("causal-d64-s16384", "window-1024-d64-s16384", "llama3-8b-s2048", "llama3-8b-s8192", "llama3-70b-s2048", "llama3-70b-s8192")
+    rows = [{"workload": name, "direction": "fwd", "provider": "flashattn", "ms": 1.0, "tflops": 1.0 + i} for i, name in enumerate(names)]
+    assert {point.label for point in plot.points(rows)} == {
+        "forward, D 64, causal, S 16384", "forward, D 64, causal, window 1024, S 16384",
+        "forward, D 128, heads 32/8, causal, S 8192", "forward, D 128, heads 64/8, causal, S 8192",
+    }  # fmt: skip
+    assert plot.speeds(rows) == {
+        ("D 128, heads 32/8, causal", "fwd"): {"flashattn": {2048: 3.0, 8192: 4.0}},
+        ("D 128, heads 64/8, causal", "fwd"): {"flashattn": {2048: 5.0, 8192: 6.0}},
+    }
 
 
 # -------------------- the textbook

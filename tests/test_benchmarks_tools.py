@@ -91,9 +91,11 @@ def test_the_laboratory_predicts_gpt2_medium():
     assert ours["once"] == workload.minimal_bytes("fwd") < ours["no_l2"] < standard[0]
     portable = dram.predicted(workload, "flashattn-portable", "bwd", (8, 0))
     rows = portable_rows(replace(workload.problem(), capability=(8, 0)))
-    tile = rows.get("dkdv") or rows["dk"]
-    apart, together = (laboratory.flash(1024, 64, tile.block_m, tile.block_n, 2, "backward", fused) for fused in (False, True))
+    tiles = rows["dq"].block_m, rows["dkdv"].block_n  # what stays on chip in either pass
+    assert rows["dq"].block_m != rows["dkdv"].block_m
+    apart, together = (laboratory.flash(1024, 64, *tiles, 2, "backward", fused) for fused in (False, True))
     assert portable["no_l2"] == heads * apart.total != heads * together.total, "the portable backward has two passes"
+    assert dram.predicted(WORKLOADS["fa3-d256-s4096"], "flashattn-portable", "bwd", (9, 0)) is None, "nor a pass each for dK and dV"
     assert dram.predicted(WORKLOADS["gpt2-medium-s1024-causal"], "flashattn", "fwd", (9, 0)) is None, "it knows no masks"
 
 
@@ -157,7 +159,22 @@ def test_the_papers_memory_from_options_to_file(as_if_cuda, monkeypatch, tmp_pat
         capsys.readouterr().out)  # fmt: skip
 
 
+@pytest.mark.parametrize("tool", [dram, memory])
+def test_an_unknown_provider_is_no_traceback(tool, as_if_cuda, monkeypatch, capsys):
+    monkeypatch.setattr(dram.shutil, "which", lambda name: name)
+    with pytest.raises(SystemExit) as stopped:
+        tool.main(["--providers", "nobody"])
+    assert stopped.value.code == 2 and "unknown provider nobody" in capsys.readouterr().err
+
+
 # -------------------- another commit
+
+
+def test_an_unknown_direction_is_not_compared(capsys):
+    """Or it would be timed as a backward."""
+    with pytest.raises(SystemExit) as stopped:
+        compare.main(["HEAD", "--suite", "smoke", "--device", "cpu", "--directions", "up", "--rounds", "1", "--slice-ms", "0.1"])
+    assert stopped.value.code == 2 and "unknown direction up" in capsys.readouterr().err
 
 
 def test_ratios_are_taken_round_by_round():
@@ -237,7 +254,7 @@ def test_a_worker_that_imports_something_else_is_found(tmp_path):
 @pytest.mark.slow
 def test_this_checkout_against_itself(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "sources", lambda ref, into: shutil.copytree(compare.REPOSITORY / "src", into / "src"))
-    path = tmp_path / "c.json"
+    path = tmp_path / "deep" / "c.json"
     options = ["--suite", "smoke", "--device", "cpu", "--impl", "eager", "--rounds", "1", "--slice-ms", "1", "--json", str(path)]
     assert compare.main(["HEAD", *options]) == 0
     rows = json.loads(path.read_text())["rows"]
@@ -265,7 +282,7 @@ def results(folder):
 
 def test_pictures_show_what_was_measured(tmp_path, capsys):
     rows = results(tmp_path)
-    assert plot.speeds(rows)[(64, False, "fwd")] == {
+    assert plot.speeds(rows)[("D 64", "fwd")] == {
         "flashattn-a": {512: 164.0, 1024: 264.0}, "flashattn-b": {512: 100.0, 1024: 200.0}, "sdpa": {512: 50.0, 1024: 100.0},
     }  # fmt: skip
     assert len(plot.speeds(rows)) == 2, "one length is no line"

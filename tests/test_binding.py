@@ -12,12 +12,13 @@ from torch._subclasses import FakeTensorMode
 
 from flashattn import attention, attention_varlen, eager, explain
 from flashattn.torch_ops.autograd import Attention
-from support import STRIDES, WHERE, Data, dense, packed, run, same_bits
+from support import STRIDES, WHERE, Data, dense, packed, run, same_bits, with_extras
 
 FWD, BWD = torch.ops.flashattn.attn_fwd.default, torch.ops.flashattn.attn_bwd.default
 SUBSETS = [needs for needs in product((True, False), repeat=3) if any(needs)]
 EAGER, INTERPRETED, GPU = WHERE
-LAYOUTS = (*STRIDES, "packed", "no batch", "no queries", "no keys")
+EXTRAS = "contiguous with extras", "packed with extras"
+LAYOUTS = (*STRIDES, "packed", "no batch", "no queries", "no keys", *EXTRAS)
 
 
 def inputs(layout: str, device: str) -> Data:
@@ -26,6 +27,8 @@ def inputs(layout: str, device: str) -> Data:
         rows, shape = (5, 7), {"heads": 2, "heads_kv": 1, "dim": 8, "dim_v": 3, "dtype": torch.float32}
     else:
         rows, shape = (64, 128), {"heads": 4, "heads_kv": 2, "dim": 64, "dtype": torch.bfloat16}
+    if layout.endswith("with extras"):
+        return with_extras(inputs(layout.split()[0], device), slopes="entry", sinks=0.0)
     if layout == "packed":
         return packed([rows[0], 0, rows[1], rows[0]], tail_q=2, tail_k=2, device=device, **shape)
     sizes = {"no batch": (0, *rows), "no queries": (2, 0, rows[1]), "no keys": (2, rows[0], 0)}
@@ -34,19 +37,23 @@ def inputs(layout: str, device: str) -> Data:
 
 
 def options(data: Data, impl: str) -> tuple:
-    """Arguments after q, k, v (and head_dim_v) of both operators: cu_seqlens, max_seqlens, scale, window, top_left, deterministic, impl."""
-    return data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
+    """Arguments after q, k, v (and head_dim_v) of both operators: slopes, sinks, softcap, cu_seqlens, max_seqlens, scale, window, top_left,
+    deterministic, impl."""
+    return data.slopes, data.sinks, 0.0 if data.sinks is None else 2.0, data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
 
 
 def forward_arguments(data: Data, impl: str, grad=False) -> tuple:
-    return *(x.detach().requires_grad_(grad) for x in (data.q, data.k, data.v)), *options(data, impl)
+    slopes, sinks, *rest = options(data, impl)
+    sinks = sinks if sinks is None else sinks.detach().requires_grad_(grad)
+    return *(x.detach().requires_grad_(grad) for x in (data.q, data.k, data.v)), slopes, sinks, *rest
 
 
 def backward_arguments(data: Data, impl: str, needs=(True, True, True), dlse=True) -> tuple:
     """As autograd gives them: a transposed dout, and v and out only where dp is needed."""
     out, lse = FWD(*forward_arguments(data, impl))
-    v, out = (data.v, out) if needs[0] or needs[1] else (None, None)
+    v, out = (data.v, out) if needs[0] or needs[1] or data.sinks is not None else (None, None)
     dout = data.dout.transpose(-3, -2).contiguous().transpose(-3, -2)
+    needs = *needs, data.sinks is not None
     return dout, data.dlse if dlse else None, data.q, data.k, v, out, lse, data.v.shape[-1], *options(data, impl), *needs
 
 
@@ -60,7 +67,7 @@ def cases(where, *layouts):
 @pytest.mark.parametrize(
     "impl, device, layout",
     [
-        *cases(EAGER, "contiguous", "heads_first", "fused", "dim_not_last", "expanded_batch", "scalar", "packed", "no keys"),
+        *cases(EAGER, "contiguous", "heads_first", "fused", "dim_not_last", "expanded_batch", "scalar", "packed", "no keys", *EXTRAS),
         *cases(GPU, "contiguous", "heads_first", "expanded_batch", "packed"),
     ],
 )
@@ -93,7 +100,11 @@ def faked(operator, arguments) -> list[tuple]:
 
 @pytest.mark.parametrize(
     "impl, device, layout",
-    [*cases(EAGER, *LAYOUTS), *cases(INTERPRETED, "heads_first", "packed"), *cases(GPU, "contiguous", "expanded_batch", "packed")],
+    [
+        *cases(EAGER, *LAYOUTS),
+        *cases(INTERPRETED, "heads_first", "packed", *EXTRAS),
+        *cases(GPU, "contiguous", "expanded_batch", "packed", *EXTRAS),
+    ],
 )
 def test_fake_results_have_the_strides_of_real_ones(impl, device, layout):
     data = inputs(layout, device)

@@ -32,6 +32,13 @@ VARIANTS = {
     "packed-causal": {"varlen": True, "total_q": 8192, "total_k": 8192, "window_right": 0},
     "packed-window": {"varlen": True, "total_q": 8192, "total_k": 8192, "window_left": 300, "window_right": 0, "heads_kv": 2},
 }
+EXTRAS = {
+    "softcap": {"window_right": 0, "softcap": 50.0},
+    "alibi": {"window_right": 0, "alibi": True},
+    "sinks": {"window_left": 127, "window_right": 0, "sinks": True},
+    "all-packed": {**VARIANTS["packed-window"], "softcap": 50.0, "alibi": True, "sinks": True},
+}
+VARIANTS |= EXTRAS
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants; these take the hardest
 OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (192, 192), (256, 64), (64, 256)]
 
@@ -54,7 +61,9 @@ def jobs() -> list[Job]:
 
 # Bytes that may be spilled, of what a warpgroup needs at the ends of a tile, not in its loop. Three warpgroups have 160 registers each, and
 # with these 12 % more speed than two.
-SPILLED = {(64, 64, "packed-causal"): 288, (192, 128, "window"): 128}
+SPILLED = {
+    (64, 64, "packed-causal"): 288, (192, 128, "window"): 128, (256, 256, "sinks"): 160, (256, 256, "all-packed"): 160,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("job", jobs(), ids=str)

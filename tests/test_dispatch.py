@@ -40,6 +40,8 @@ MACHINES = [
     *[(replace(PROBLEM, dtype=dtype, aligned=True), "hopper") for dtype in ("float16", "bfloat16")],
     *[(replace(PROBLEM, aligned=True, capability=capability), "portable") for capability in CAPABILITIES if capability != (9, 0)],
     (replace(PROBLEM, aligned=True, dtype="float32"), "portable"),
+    *[(replace(PROBLEM, aligned=True, **extra), "hopper") for extra in ({"softcap": 9.0}, {"alibi": True}, {"sinks": True})],
+    (replace(PROBLEM, aligned=True, alibi=True, top_left=True, window_right=0), "portable"),
     (replace(PROBLEM, aligned=True, head_dim_v=20), "portable"),
     (replace(PROBLEM, aligned=True, batch=1 << 23), "portable"),  # 2^32 rows of all heads
     *[(replace(PROBLEM, aligned=True, seqlen_k=(1 << 30) - less), name) for less, name in ((0, "portable"), (384, "hopper"))],
@@ -140,9 +142,10 @@ def test_launchers_have_one_signature(name):
     if name != "eager" and find_spec("triton") is None:
         pytest.skip("needs Triton")
     module = launcher(ROWS[name].launch)
+    at_the_end = ["cu_seqlens_q", "cu_seqlens_k", "slopes", "sinks"]
     expected = {
-        "forward": ["problem", "q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "token"],
-        "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", "cu_seqlens_q", "cu_seqlens_k"],
+        "forward": ["problem", "q", "k", "v", *at_the_end, "token"],
+        "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", *at_the_end],
     }
     for direction in ROWS[name].directions:
         assert list(inspect.signature(getattr(module, direction)).parameters) == expected[direction]

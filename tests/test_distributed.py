@@ -17,7 +17,7 @@ TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here")
 
 
-NAMES = ("sharded_compiled", "sharded", "sharded_packed", "ddp", "fsdp2")  # the first comes before any call was made
+NAMES = ("sharded_compiled", "sharded", "sharded_packed", "sharded_variants", "ddp", "fsdp2")  # the first comes before any call was made
 
 
 @pytest.fixture(scope="module")

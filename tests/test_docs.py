@@ -95,6 +95,12 @@ def test_pages_show_what_their_commands_print(document):
     assert console.BLOCK.search(text) or document.name != "roofline.md", "a page of commands without any"
 
 
+def test_output_has_no_colours_whoever_wants_some(monkeypatch):
+    plain = console.output("python -m flashattn.roofline ops --gpu H100")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    assert console.output("python -m flashattn.roofline ops --gpu H100") == plain and "\x1b" not in plain
+
+
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda document: document.name)
 def test_links_lead_somewhere(document):
     assert broken_links(document) == []

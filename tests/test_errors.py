@@ -142,6 +142,35 @@ OPTIONS = {
     "softmax_scale tensor": ({"softmax_scale": torch.tensor(0.1)}, TypeError, ("softmax_scale is a Tensor", "expected a float or None")),
     "softmax_scale string": ({"softmax_scale": "0.1"}, TypeError, ("softmax_scale is a str", "expected a float or None")),
     "softmax_scale bool": ({"softmax_scale": True}, TypeError, ("softmax_scale is a bool", "expected a float or None")),
+    "softcap negative": ({"softcap": -1.0}, ValueError, ("softcap=-1.0", "expected a finite number > 0, or 0 or None for no cap")),
+    "softcap nan": ({"softcap": math.nan}, ValueError, ("softcap=nan", "expected a finite number > 0")),
+    "softcap inf": ({"softcap": math.inf}, ValueError, ("softcap=inf", "expected a finite number > 0")),
+    "softcap past float64": ({"softcap": 10**400}, ValueError, ("softcap=1000", "expected a finite number > 0")),
+    "softcap bool": ({"softcap": True}, TypeError, ("softcap is a bool", "expected a float or None")),
+    "softcap tensor": ({"softcap": torch.tensor(5.0)}, TypeError, ("softcap is a Tensor", "expected a float or None")),
+    "slopes list": ({"alibi_slopes": [0.1] * HEADS}, TypeError, ("alibi_slopes is a list", "expected a torch.Tensor or None")),
+    "slopes float16": (
+        {"alibi_slopes": T(HEADS, dtype=torch.float16)}, TypeError, ("alibi_slopes has dtype torch.float16", "expected torch.float32"),
+    ),
+    "slopes float64": ({"alibi_slopes": T(HEADS, dtype=torch.float64)}, TypeError, ("has dtype torch.float64", "expected torch.float32")),
+    "slopes of other heads": (
+        {"alibi_slopes": T(2)}, ValueError, ("alibi_slopes has shape (2,)", "expected [heads_q] (4,) or [batch, heads_q] (2, 4)"),
+    ),
+    "slopes of other entries": ({"alibi_slopes": T(3, HEADS)}, ValueError, ("shape (3, 4)", "or [batch, heads_q] (2, 4)")),
+    "slopes of rank 3": ({"alibi_slopes": T(1, 1, HEADS)}, ValueError, ("alibi_slopes has shape (1, 1, 4)", "expected [heads_q] (4,)")),
+    "slopes elsewhere": ({"alibi_slopes": T(HEADS, device="meta")}, ValueError, ("alibi_slopes is on meta and q on cpu", "one device")),
+    "slopes sparse": ({"alibi_slopes": T(HEADS).to_sparse()}, TypeError, ("alibi_slopes has layout torch.sparse_coo",)),
+    "slopes that learn": (
+        {"alibi_slopes": T(HEADS).requires_grad_()}, NotImplementedError,
+        ("the gradient of alibi_slopes is not implemented", "alibi_slopes.detach()"),
+    ),
+    "sinks number": ({"sinks": 0.5}, TypeError, ("sinks is a float", "expected a torch.Tensor or None")),
+    "sinks bfloat16": (
+        {"sinks": T(HEADS, dtype=torch.bfloat16)}, TypeError, ("sinks has dtype torch.bfloat16", "expected torch.float32"),
+    ),
+    "sinks of other heads": ({"sinks": T(2)}, ValueError, ("sinks has shape (2,)", "expected [heads_q] (4,)")),
+    "sinks of entries": ({"sinks": T(BATCH, HEADS)}, ValueError, ("sinks has shape (2, 4)", "expected [heads_q] (4,)")),
+    "sinks elsewhere": ({"sinks": T(HEADS, device="meta")}, ValueError, ("sinks is on meta and q on cpu", "expected one device")),
     "causal array": ({"causal": numpy.ones(2)}, ValueError, ("causal=array", "expected False, True (bottom-right) or 'top-left'")),
     "impl array": ({"impl": numpy.zeros(2)}, ValueError, ("impl=array", "expected None or one of")),
     "deterministic None": ({"deterministic": None}, TypeError, ("deterministic=None", "expected a bool")),
@@ -212,6 +241,12 @@ def test_what_is_changed_below_was_good():
     assert attention_varlen(**varlen(max_seqlen_q=4, max_seqlen_k=4), **eager).isfinite().all()
     assert attention_varlen(**varlen(cu_seqlens_q=cu(0), cu_seqlens_k=cu(0)), **eager).count_nonzero() == 0, "no sequences"
     assert explain(**varlen()).problem.batch == 2
+    for extras in ({"softcap": 0, "sinks": T(HEADS)}, {"softcap": 1e308, "alibi_slopes": T(HEADS)}, {"alibi_slopes": T(2, HEADS)}):
+        assert attention(**qkv(**extras), **eager).isfinite().all() and attention_varlen(**varlen(**extras), **eager).isfinite().all()
+    half = {name: x.half() for name, x in qkv().items()}
+    assert attention(**half, sinks=T(HEADS, dtype=torch.float16), **eager).isfinite().all()
+    with torch.no_grad():
+        assert attention(**qkv(alibi_slopes=T(HEADS).requires_grad_()), **eager).isfinite().all(), "nobody asks for a gradient"
 
 
 @pytest.mark.filterwarnings("error")
@@ -308,7 +343,7 @@ def test_values_not_checked_touch_nothing_outside(impl, device, bad_q, bad_k, mo
         monkeypatch.setattr(launcher(f"flashattn.launch.{module}"), "torch", guarded)
     results = out, lse = launch.forward(problem, q, k, v, *offsets)
     if impl == "portable":
-        results += launch.backward(problem, (True, True, True), dout, dlse, q, k, v, out, lse, *offsets)
+        results += launch.backward(problem, (True, True, True, False), dout, dlse, q, k, v, out, lse, *offsets)[:3]
     assert len(guarded.wholes) == (2 if impl == "hopper" else 6) and guarded.untouched()
     assert not any(x.isnan().any() for x in results)
 

@@ -45,6 +45,20 @@ def test_explain_prints_the_choice_the_reasons_the_tiles_and_the_work(aligned):
     assert max(map(len, text.splitlines())) <= 120
 
 
+def test_explain_names_what_scores_have_and_whom_that_rules_out():
+    problem = replace(PROBLEM, aligned=True, softcap=50.0, alibi=True, sinks=True, head_dim=256, head_dim_v=256)
+    text = str(explain_problem(problem, None))
+    assert "  scores with softcap 50, ALiBi, sinks\n" in text
+    assert text.count("not hopper: a softcap at head dims above 128") == 1, "in the backward"
+    assert "  scores with ALiBi, sinks\n" in str(explain_problem(replace(problem, softcap=0.0), None))
+    assert "  scores with softcap 50\n" in str(explain_problem(replace(problem, alibi=False, sinks=False), None))
+    assert "scores with" not in str(explain_problem(PROBLEM, None))
+    x, per_head = torch.empty(2, 128, 4, 64, dtype=torch.float16, device="meta"), torch.empty(4, device="meta")
+    found = explain(x, x, x, softcap=30, alibi_slopes=per_head, sinks=per_head).problem
+    assert (found.softcap, found.alibi, found.sinks) == (30.0, True, True)
+    assert explain(x, x, x, softcap=0).problem == explain(x, x, x).problem
+
+
 def test_explain_prints_why_kernels_were_passed_over():
     found = explain_problem(replace(PROBLEM, device="xpu", capability=(7, 5)), None)
     assert set(found.kernels.values()) == {"eager"} and not found.tiles

@@ -112,6 +112,48 @@ def test_the_gradient_of_a_vmap(dims, ran):
     torch.testing.assert_close(found, torch.autograd.grad(sum(total(*one) for one in apart(leaves, dims)), leaves))
 
 
+def per_head(q, k, v, slopes, sinks):
+    return attention(q, k, v, causal=True, softcap=2.0, alibi_slopes=slopes, sinks=sinks, return_lse=True, impl="eager")
+
+
+@pytest.mark.parametrize("shape, dim", [((4,), None), ((2, 4), None), ((3, 4), 0), ((2, 3, 4), 1)])
+def test_vmap_with_slopes_of_all_and_of_each_sample(shape, dim, ran):
+    x, each = samples(MAPPED["each elsewhere"])
+    slopes, sinks = torch.rand(shape), torch.randn(4)
+    found = torch.func.vmap(per_head, (*MAPPED["each elsewhere"], dim, None))(*x, slopes, sinks)
+    assert ran == {"forward": 1}
+    assert_stacked(found, [per_head(*one, slopes if dim is None else slopes.select(dim, i), sinks) for i, one in enumerate(each)])
+
+
+def test_the_gradient_of_shared_sinks_is_that_of_each_sample(ran):
+    x, each = samples(MAPPED["all"])
+    slopes, sinks = torch.rand(4), torch.randn(4)
+
+    def loss(q, k, v, sinks):
+        out, lse = per_head(q, k, v, slopes, sinks)
+        return out.square().sum() + lse.sum()
+
+    gradient = torch.func.grad(loss, (0, 3))
+    found = torch.func.vmap(gradient, (0, 0, 0, None))(*x, sinks)
+    assert ran == {"forward": 1, "backward": 1}
+    assert_stacked(found, [gradient(*one, sinks) for one in each])
+    leaf = sinks.clone().requires_grad_()
+    (total_,) = torch.autograd.grad(torch.func.vmap(loss, (0, 0, 0, None))(*x, leaf).sum(), leaf)
+    torch.testing.assert_close(total_, found[1].sum(0))
+
+
+def test_what_slopes_and_sinks_can_not_do_is_refused():
+    x, _ = samples(MAPPED["all"])
+    slopes, sinks = torch.rand(4), torch.randn(3, 4)
+    with pytest.raises(NotImplementedError, match="vmap over sinks is not implemented: share them"):
+        torch.func.vmap(per_head, (0, 0, 0, None, 0))(*x, slopes, sinks)
+    one = [y[0] for y in x]
+    with pytest.raises(NotImplementedError, match="the gradient of alibi_slopes is not implemented"):
+        torch.func.grad(lambda slopes: per_head(*one, slopes, None)[0].sum())(slopes)
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivative"):
+        per_head(*one, slopes, forward_ad.make_dual(sinks[0], sinks[1]))
+
+
 def test_vmap_of_vmap_of_another_layout_and_of_nothing(ran):
     x = torch.randn(2, 3, 1, 4, 5, 8)
     call = lambda x: attention(x, x, x, layout="bhsd", impl="eager")  # noqa: E731

@@ -27,6 +27,7 @@ ARROWS = {
     "flashattn.problem": (set(), set()),
     "flashattn.checks": ({"problem"}, {"torch"}),
     "flashattn.reference": ({"problem"}, {"torch", "einops"}),
+    "flashattn.merge": (set(), {"torch"}),
     "flashattn.eager": ({"problem"}, {"torch", "einops"}),
     "flashattn.torch_ops": ({"problem", "checks", "dispatch", "launch", "roofline.gpus"}, {"torch"}),
     "flashattn.dispatch": ({"problem", "roofline.gpus", "roofline.work", "roofline.bound"}, set()),
@@ -53,7 +54,7 @@ ARROWS = {
     "flashattn.info": ({"api", "problem", "dispatch"}, {"torch"}),
     "flashattn.commands": ({"ahead", "info", "roofline.cli", "roofline.report"}, set()),
     "flashattn.__main__": ({"commands"}, set()),
-    "flashattn": ({"ahead", "api", "reference"}, set()),
+    "flashattn": ({"ahead", "api", "merge", "reference"}, set()),
 }
 KERNEL_IMPORTS = {"triton", "math", "typing", "flashattn"}  # all that device code may import: what else could it use?
 POISONED = {"empty", "empty_like", "new_empty"}  # what tests/poison.py fills; other uninitialised memory would escape it

@@ -32,12 +32,12 @@ from flashattn.launch import cache, hopper, maps, portable
 from flashattn.torch_ops.describe import describe
 
 PASSES = {  # and the tensors of each, as its launcher names them
-    "forward": ("q", "k", "v", "out", "lse", "cu_q", "cu_k"),
+    "forward": ("q", "k", "v", "out", "lse", "cu_q", "cu_k", "slopes", "sinks"),
     "delta": ("out", "dout", "dlse", "delta"),
-    "dkdv": ("q", "k", "v", "dout", "lse", "delta", "dk", "dv", "cu_q", "cu_k"),
-    "dk": ("q", "k", "v", "dout", "lse", "delta", "dk", None, "cu_q", "cu_k"),
-    "dv": ("q", "k", None, "dout", "lse", None, None, "dv", "cu_q", "cu_k"),
-    "dq": ("q", "k", "v", "dout", "lse", "delta", "dq", "cu_q", "cu_k"),
+    "dkdv": ("q", "k", "v", "dout", "lse", "delta", "dk", "dv", "cu_q", "cu_k", "slopes"),
+    "dk": ("q", "k", "v", "dout", "lse", "delta", "dk", None, "cu_q", "cu_k", "slopes"),
+    "dv": ("q", "k", None, "dout", "lse", None, None, "dv", "cu_q", "cu_k", "slopes"),
+    "dq": ("q", "k", "v", "dout", "lse", "delta", "dq", "cu_q", "cu_k", "slopes"),
     "hopper": ("q", "k", "v", "out", "lse", "cu_q", "cu_k", "counter"),
 }
 SIZES = {*structs.SIZES, *walk.SIZES}
@@ -105,8 +105,8 @@ def alone(monkeypatch, request):
         monkeypatch.setattr(cache, "stream_of", lambda device: "stream")
 
 
-def tensors_of(packed=False, dim=64, dim_v=64, heads_kv=2, rows=128, offset=0, strides="bshd", dlse=True):
-    """What every pass takes, by name."""
+def tensors_of(packed=False, dim=64, dim_v=64, heads_kv=2, rows=128, offset=0, strides="bshd", dlse=True, slopes=None, sinks=False):
+    """What every pass takes, by name. slopes: their number of dimensions."""
     shape = (rows,) if packed else (2, rows)
 
     def tensor(heads, dim):
@@ -121,6 +121,8 @@ def tensors_of(packed=False, dim=64, dim_v=64, heads_kv=2, rows=128, offset=0, s
     found |= {name: torch.zeros(rows_of) for name in ("lse", "delta")} | {"dlse": torch.zeros(rows_of) if dlse else None}
     cu = [torch.tensor([0, rows // 2, rows], dtype=torch.int32) for _ in range(2)] if packed else [None, None]
     counter = torch.zeros(4, dtype=torch.int32)[offset // 4 :]  # one that is aligned to 8 bytes only is another kernel
+    found |= {"slopes": torch.zeros([2, 4][2 - slopes :] if slopes else 0), "sinks": torch.zeros(offset + 4)[offset:]}
+    found |= {name: None for name, there in (("slopes", slopes), ("sinks", sinks)) if not there}
     return found | dict(zip(("cu_q", "cu_k", "counter"), (*cu, counter), strict=True))
 
 
@@ -129,6 +131,8 @@ def launch(name, tensors, causal, scale, monkeypatch):
     t = tensors
     problem = describe(t["q"], t["k"], t["v"].shape[-1], t["cu_q"], None, None, None, scale, None, 0 if causal else None, False, False)
     problem = replace(problem, device="cuda", capability=(9, 0), interpret=False, aligned=name == "hopper")
+    if name != "hopper":
+        problem = replace(problem, alibi=t["slopes"] is not None, sinks=t["sinks"] is not None)
     mine = [None if name is None else t[name] for name in PASSES[name]]
     if name == "hopper":
         row, builder = hopper_rows(problem)["forward"], hopper.forward_launch
@@ -179,6 +183,23 @@ def test_what_is_found_again_is_what_triton_would_compile(name, monkeypatch):
                 assert found_grid == grid and flat(found) == flat(args), call
                 checked += 1
     assert checked >= 3 * len(calls)
+
+
+@pytest.mark.parametrize("name", [name for name in PASSES if name not in ("delta", "hopper")])
+def test_slopes_and_sinks_among_the_numbers_of_a_struct_are_pointers_too(name, monkeypatch):
+    """With one of them, the other or both, and with slopes of two ranks, whose kernels differ in a stride."""
+    KERNELS.clear()
+    calls = [{"slopes": slopes, "sinks": sinks, "offset": offset} for slopes, sinks, offset in product((None, 1, 2), (0, 1), (0, 1, 4))]
+    checked = 0
+    for _ in range(2):
+        for call in calls:
+            stand_in, grid, args, options = launch(name, tensors_of(**call), True, 0.125, monkeypatch)
+            if stand_in.again:
+                compiled, found_grid, found = stand_in.again.pop()
+                assert compiled.specialization == (stand_in.specialize(args), options), call
+                assert found_grid == grid and flat(found) == flat(args), call
+                checked += 1
+    assert checked >= len(calls)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -1,12 +1,13 @@
 """The description of a call: the mask as two limits around a diagonal, and its exact count."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flashattn.problem import Problem, canonical_window, check_lengths, default_scale, kept_pairs, reachable_window
+from flashattn.problem import Problem, canonical_softcap, canonical_window, check_lengths, default_scale, kept_pairs, reachable_window
 
 LENGTHS = st.integers(0, 40)
 LIMITS = st.none() | st.integers(0, 50)
@@ -98,6 +99,21 @@ def test_both_corners_are_one_where_they_keep_the_same(limits, rows_q, rows_k, v
     assert reachable_window(*limits, False, rows_q, rows_k, varlen)[2] is False
     if not corner:
         assert reachable_window(*limits, True, rows_q, rows_k, varlen) == reachable_window(*limits, False, rows_q, rows_k, varlen)
+
+
+@pytest.mark.parametrize("cap, canonical", [
+    (None, 0.0), (0, 0.0), (30, 30.0), (1e-300, 2.0**-120), (2.0**-120, 2.0**-120), (1e300, 2.0**64), (2.0**63, 2.0**63),
+])  # fmt: skip
+def test_caps_are_within_what_float32_holds(cap, canonical):
+    found = canonical_softcap(cap)
+    assert found == canonical and type(found) is float
+
+
+@pytest.mark.parametrize("scale", [1e-38, 0.1, -1.7e38, 1.7e38, 0.0])
+def test_what_is_under_the_tanh_is_finite_in_float32(scale):
+    for cap in (2.0**-120, 1.0, 2.0**64):
+        inner = replace(problem(3, 4, None, 0, False), softmax_scale=scale, softcap=cap).inner
+        assert abs(inner) < 3.4e38 and (inner > 0) == (scale > 0) and (inner < 0) == (scale < 0)
 
 
 def test_equal_calls_are_one_key():

@@ -29,6 +29,7 @@ from support import (
     packed,
     run,
     same_bits,
+    with_extras,
 )
 
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
@@ -41,6 +42,8 @@ BATCH = {EAGER: (2, 1), INTERPRETER: (1,), GPU: (2,)}
 EXAMPLES = {EAGER: 15, INTERPRETER: 2, GPU: 4}  # on a GPU every new mask compiles four kernels
 
 LIMITS = st.sampled_from([5, None, 0, 1, 64, 1000])
+EXTRAS = st.fixed_dictionaries({"slopes": st.sampled_from(["entry", "", "head"]), "sinks": st.sampled_from([0.5, None, -20.0])})
+CAPS = st.sampled_from([1.5, None, 30.0, 0.1])
 MASKS = st.fixed_dictionaries({"causal": st.sampled_from([True, False, "top-left"]), "window": st.tuples(LIMITS, LIMITS) | st.none()})
 
 
@@ -117,18 +120,21 @@ def check_and_expect(data, impl, **options) -> Expected:
 def test_a_call(impl, device, dtype):
     where = (impl, device)
 
-    @examples(where, shape=shapes(where, dtype=dtype), mask=MASKS, scale=st.sampled_from([None, -0.7, 0.0, 1.3]), bhsd=st.booleans())
-    def a_call(shape, mask, scale, bhsd):
-        check(dense(**shape), impl, **mask, softmax_scale=scale, layout="bhsd" if bhsd else "bshd")
+    scales = st.sampled_from([None, -0.7, 0.0, 1.3])
+
+    @examples(where, shape=shapes(where, dtype=dtype), mask=MASKS, scale=scales, bhsd=st.booleans(), extras=EXTRAS, softcap=CAPS)
+    def a_call(shape, mask, scale, bhsd, extras, softcap):
+        layout = "bhsd" if bhsd else "bshd"
+        check(with_extras(dense(**shape), **extras), impl, **mask, softmax_scale=scale, layout=layout, softcap=softcap)
 
 
 @pytest.mark.parametrize("impl, device, dtype", WHERE_DTYPE)
 def test_a_packed_call(impl, device, dtype):
     where, tails = (impl, device), st.sampled_from([0, 3, 130])
 
-    @examples(where, sequences=sequences(where, dtype=dtype), mask=MASKS, tail_q=tails, tail_k=tails)
-    def a_packed_call(sequences, mask, tail_q, tail_k):
-        check(packed(**sequences, tail_q=tail_q, tail_k=tail_k), impl, **mask)
+    @examples(where, sequences=sequences(where, dtype=dtype), mask=MASKS, tail_q=tails, tail_k=tails, extras=EXTRAS, softcap=CAPS)
+    def a_packed_call(sequences, mask, tail_q, tail_k, extras, softcap):
+        check(with_extras(packed(**sequences, tail_q=tail_q, tail_k=tail_k), **extras), impl, **mask, softcap=softcap)
 
 
 # ------------------------------------------------------------------------------------------------------------------ equal to the bit
@@ -138,9 +144,10 @@ def test_a_packed_call(impl, device, dtype):
 def test_two_runs(impl, device):
     where = (impl, device)
 
-    @examples(where, shape=shapes(where), mask=MASKS, deterministic=st.booleans())
-    def two_runs(shape, mask, deterministic):
-        first, second = (run(dense(**shape), impl, **mask, deterministic=deterministic) for _ in range(2))
+    @examples(where, shape=shapes(where), mask=MASKS, deterministic=st.booleans(), extras=EXTRAS, softcap=CAPS)
+    def two_runs(shape, mask, deterministic, extras, softcap):
+        data = with_extras(dense(**shape), **extras)
+        first, second = (run(data, impl, **mask, deterministic=deterministic, softcap=softcap) for _ in range(2))
         assert same_bits(first, second)
 
 
@@ -201,7 +208,7 @@ def test_packed_sequences_are_each_alone(impl, device):
         for n in range(len(cu_q) - 1):
             rows, keys = slice(*cu_q[n : n + 2]), slice(*cu_k[n : n + 2])
             cut = Cut(rows, keys)
-            with_nan = data.with_(**{name: cut.nan_elsewhere(name, x) for name, x in vars(data).items() if name not in ("cu_q", "cu_k")})
+            with_nan = data.with_(**{name: cut.nan_elsewhere(name, getattr(data, name)) for name in ("q", "k", "v", "dout", "dlse")})
             assert same_bits(cut.results(whole), cut.results(run(with_nan, impl, **mask)))
             alone = cut.data(data)
             compare(cut.results(whole), check_and_expect(alone, impl, **mask), alone.q.dtype)

@@ -33,7 +33,7 @@ def inputs(rows_q, rows_k, *, batch=2, heads=4, heads_kv=2, dim=5, dim_v=3, seed
     return [torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True) for shape in shapes]
 
 
-def by_hand(q, k, v, scale, causal=False, window=None):
+def by_hand(q, k, v, scale, causal=False, window=None, softcap=None, slopes=None, sinks=None):
     """out and lse from the words of the contract, one number at a time."""
     (batch, rows_q, heads, dim), (_, rows_k, heads_kv, dim_v) = q.shape, v.shape
     q, k, v = (x.tolist() for x in (q, k, v))
@@ -46,9 +46,14 @@ def by_hand(q, k, v, scale, causal=False, window=None):
         for j in range(rows_k):
             if (causal and j > diagonal) or (left is not None and j < diagonal - left) or (right is not None and j > diagonal + right):
                 continue
-            weights[j] = math.exp(scale * sum(q[b][i][h][d] * k[b][j][h // (heads // heads_kv)][d] for d in range(dim)))
-        if weights:
-            total = sum(weights.values())
+            score = scale * sum(q[b][i][h][d] * k[b][j][h // (heads // heads_kv)][d] for d in range(dim))
+            if softcap:
+                score = softcap * math.tanh(score / softcap)
+            if slopes is not None:
+                score -= float(slopes[b][h] if slopes.dim() == 2 else slopes[h]) * abs(i + rows_k - rows_q - j)
+            weights[j] = math.exp(score)
+        total = sum(weights.values()) + (0.0 if sinks is None else math.exp(sinks[h]))
+        if total:
             lse[b, h, i] = math.log(total)
             for e in range(dim_v):
                 out[b, i, h, e] = sum(w * v[b][j][h // (heads // heads_kv)][e] for j, w in weights.items()) / total
@@ -64,6 +69,68 @@ def test_the_formula(rows_q, rows_k, mask):
         expected, expected_lse = by_hand(q.detach(), k.detach(), v.detach(), 5**-0.5 if scale is None else scale, **mask)
         torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+def extras(name, heads=4, batch=2):
+    """One of softcap, slopes of heads or of entries, sinks (one of them -inf), or all, as the oracle takes them."""
+    generator = torch.Generator().manual_seed(1)
+    draw = lambda *shape: torch.rand(shape, generator=generator, dtype=torch.float64)  # noqa: E731
+    sinks = draw(heads) * 4 - 2
+    sinks[1] = -math.inf
+    found = {"softcap": 0.9, "alibi_slopes": draw(batch, heads) if name != "head" else draw(heads), "sinks": sinks}
+    names = {"softcap": ["softcap"], "head": ["alibi_slopes"], "entry": ["alibi_slopes"], "sinks": ["sinks"], "all": list(found)}
+    return {key: found[key] for key in names[name]}
+
+
+@pytest.mark.parametrize("name", ["softcap", "head", "entry", "sinks", "all"])
+@pytest.mark.parametrize("mask", [{}, {"causal": True}, {"causal": "top-left"}, {"causal": "top-left", "window": (1, None)}], ids=str)
+@pytest.mark.parametrize("rows_q, rows_k", SIZES)
+def test_the_formula_with_what_else_scores_have(rows_q, rows_k, mask, name):
+    q, k, v = inputs(rows_q, rows_k)
+    options = extras(name)
+    out, lse = attention_reference(q, k, v, softmax_scale=-0.7, return_lse=True, **mask, **options)
+    slopes = {"slopes": options.pop("alibi_slopes")} if "alibi_slopes" in options else {}
+    expected, expected_lse = by_hand(q.detach(), k.detach(), v.detach(), -0.7, **mask, **options, **slopes)
+    torch.testing.assert_close(out, expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(lse, expected_lse, rtol=1e-12, atol=1e-12)
+
+
+def test_one_row_with_everything_on_paper():
+    """Two keys with products 1 and 2, a cap of 2, a slope of 1/4 over a distance of 1 and of 0, a sink of 0."""
+    q, k, v = torch.ones(1, 1, 1, 1), torch.tensor([1.0, 2.0]).view(1, 2, 1, 1), torch.tensor([3.0, 5.0]).view(1, 2, 1, 1)
+    options = {"softmax_scale": 1.0, "softcap": 2.0, "alibi_slopes": torch.tensor([0.25]), "sinks": torch.zeros(1)}
+    out, lse = attention_reference(*(x.double() for x in (q, k, v)), return_lse=True, **options)
+    first, second = math.exp(2 * math.tanh(0.5) - 0.25), math.exp(2 * math.tanh(1.0))
+    assert math.isclose(lse.item(), math.log(first + second + 1))
+    assert math.isclose(out.item(), (3 * first + 5 * second) / (first + second + 1))
+    first, second = 1.962529, 4.586825  # e^(0.924234 - 0.25), e^1.523188
+    assert math.isclose(lse.item(), math.log(first + second + 1), rel_tol=1e-6)
+
+
+@pytest.mark.parametrize("mask", [{}, {"causal": True}], ids=str)
+def test_alibi_is_an_explicit_mask(mask):
+    """Which scaled_dot_product_attention adds to its scores."""
+    q, k, v = (rearrange(x, "b s h d -> b h s d") for x in inputs(4, 6, heads_kv=4))
+    slopes = extras("entry")["alibi_slopes"]
+    distance = torch.tensor([[abs(i + 2 - j) for j in range(6)] for i in range(4)], dtype=torch.float64)
+    added = (-slopes[:, :, None, None] * distance).masked_fill(~keep_mask(4, 6, **mask), -math.inf)
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=added)
+    torch.testing.assert_close(attention_reference(q, k, v, alibi_slopes=slopes, layout="bhsd", **mask), expected)
+
+
+@pytest.mark.parametrize("name", ["softcap", "entry", "sinks", "all"])
+@pytest.mark.parametrize("rows_q, rows_k", [(3, 4), (4, 2)])
+def test_gradients_by_finite_differences_with_what_else_scores_have(rows_q, rows_k, name):
+    options = extras(name, heads=2, batch=1)
+    sinks = options.pop("sinks", None)
+    finite_sinks = [] if sinks is None else [torch.tensor([0.3, -1.0], dtype=torch.float64, requires_grad=True)]
+
+    def finite(q, k, v, *sinks):
+        more = {"sinks": sinks[0]} if sinks else {}
+        out, lse = attention_reference(q, k, v, return_lse=True, causal=True, **options, **more)
+        return out, lse[lse.isfinite()]
+
+    assert torch.autograd.gradcheck(finite, inputs(rows_q, rows_k, batch=1, heads=2, heads_kv=1, dim=2, dim_v=2) + finite_sinks)
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=str)
@@ -137,6 +204,18 @@ def test_nothing_to_do_is_not_an_error(shape):
     assert out.shape == (batch, rows_q, 4, 3) and lse.shape == (batch, 4, rows_q) and not out.any()
     for gradient, x in zip(torch.autograd.grad([out.sum() + lse.sum()], [q, k, v]), (q, k, v), strict=True):
         assert gradient.shape == x.shape and not gradient.any()
+
+
+def test_rows_without_keys_owe_their_sink_what_comes_for_lse_and_no_more():
+    q, k, v = inputs(5, 2)
+    sinks = torch.tensor([0.5, -math.inf, 1e4, -1e4], dtype=torch.float64, requires_grad=True)
+    out, lse = attention_reference(q, k, v, causal=True, sinks=sinks, return_lse=True)
+    assert not out[:, :3].any() and torch.equal(lse[:, :, :3], sinks.detach()[:, None].expand(2, 4, 3))
+    dout, dlse = torch.ones_like(out), torch.zeros_like(lse)
+    dout[:, :3], dlse[..., :3] = math.nan, 2.0
+    *gradients, dsinks = torch.autograd.grad([out, lse], [q, k, v, sinks], [dout, dlse])
+    assert all(x.isfinite().all() for x in gradients) and not gradients[0][:, :3].any()
+    assert dsinks[1] == 0 and dsinks[3] == 2 * 3 * 2, "entries, rows, dlse"
 
 
 @pytest.mark.parametrize("mask", [{}, {"causal": True}, {"window": (1, 0)}], ids=str)

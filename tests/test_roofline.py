@@ -9,6 +9,7 @@ import math
 import re
 
 import pytest
+import torch
 
 from flashattn import roofline
 from flashattn.roofline import GPUS, MFUMeter, Transformer, bound_of, by_hand, detect, find, mfu, ridge, train_flops_per_token
@@ -59,7 +60,10 @@ NAMES = {
     "NVIDIA H200 NVL": "H200 NVL", "NVIDIA B200": "B200", "NVIDIA GB200": "GB200", "NVIDIA L40S": "L40S",
     "NVIDIA GeForce RTX 4090": "RTX 4090", "AMD Instinct MI300X": "MI300X",
 }  # fmt: skip
-LESSER = ("NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb")
+LESSER = (
+    "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA GeForce RTX 4090 D", "NVIDIA H100 80GB HBM3 MIG 1g.10gb", "GRID A100-10C",
+    "NVIDIA L40S-48Q", "NVIDIA A100-SXM-64GB", "NVIDIA H100 64GB HBM2",
+)  # fmt: skip
 STRANGERS = (*LESSER, "Tesla T4", "NVIDIA L40", "NVIDIA GH200 480GB")
 
 
@@ -68,6 +72,18 @@ def test_devices_are_recognised_by_torchs_name():
     assert {name: find(name).name for name in NAMES} == NAMES, "what the device is called will do as a name too"
     assert [detect(name) for name in STRANGERS] == [None] * len(STRANGERS)
     assert {find(spelled).name for spelled in ("h100-sxm", "H100 SXM", "h100sxm", "H100")} == {"H100 SXM"}
+    assert [find(spelled).name for spelled in ("A100", "A100 PCIe", "A100 SXM4 40 GB")] == ["A100 80GB", "A100 80GB PCIe", "A100 40GB"]
+
+
+@pytest.mark.gpu
+def test_the_row_of_this_gpu_is_what_its_driver_says():
+    there = torch.cuda.get_device_properties(0)
+    row = detect(there.name)
+    if row is None or torch.version.hip:
+        pytest.skip(f"{there.name} is not in the table, or its driver counts otherwise")
+    assert (row.sms, row.l2, row.smem_per_sm) == (there.multi_processor_count, there.L2_cache_size, there.shared_memory_per_multiprocessor)
+    assert row.registers_per_sm == 4 * there.regs_per_multiprocessor and row.capability == (there.major, there.minor)
+    assert 0.9 < there.total_memory / row.memory < 1.08
 
 
 def test_an_unknown_gpu_gets_the_closest_names():
@@ -118,6 +134,8 @@ def test_a_bound_is_what_can_be_attained():
     assert high.attainable == pytest.approx(H100.peak("bfloat16"))
     assert low.share(2 * low.seconds) == 0.5
     assert bound_of(Work(0, 0), H100).attainable == 0 == Work(5, 0).intensity
+    at_the_ridge = by_hand(1, 1, H100)
+    assert bound_of(matmul(smallest_rows(18, 18, 12, ridge(at_the_ridge)), 3, 3), at_the_ridge).binds == "compute"
     with pytest.raises(ValueError, match="seconds=0"):
         low.share(0)
 
@@ -170,6 +188,9 @@ def test_a_transformer_that_cannot_be_is_refused():
         Transformer(8, 4, 0, 1)
     with pytest.raises(TypeError, match=r"width=8\.0"):
         Transformer(8.0, 4, 1, 1)
+    for name in ("heads_kv", "hidden"):
+        with pytest.raises(ValueError, match=f"{name}=0"):
+            Transformer(8, 4, 1, 1, **{name: 0})
     assert Transformer(8, 4, 1, 100).matmuls()["mlp in"] == (8, 32, 1), "4 C by default"
 
 
@@ -196,8 +217,9 @@ def test_attention_counts_beside_the_parameters():
             train_flops_per_token(*wrong)
     with pytest.raises(ValueError, match=r"utilisation=1\.1"):
         useful_flops(1.1, 1e12)
-    with pytest.raises(ValueError, match="gpus=0"):
-        mfu(1.0, 1.0, 1.0, 0)
+    for wrong, message in (((1.0, 1.0, 1.0, 0), "gpus=0"), ((1.0, math.inf, 1.0), "tokens_per_second=inf")):
+        with pytest.raises(ValueError, match=message):
+            mfu(*wrong)
 
 
 def test_the_meter_reads_intervals():

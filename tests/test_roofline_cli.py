@@ -107,11 +107,22 @@ WRONG = [
     (["model", "--name", "llama3-8b", "--width", "8"], "expected a known model or its sizes"),
     (["model", "--tokens", "1,x"], "'1,x': expected whole numbers"),
     (["model", "--tokens", "0"], "tokens=0"),
+    (["model", "--tokens", ","], "',': expected whole numbers"),
+    (["model", "--name", "llama3-8b", "--gates", "1"], "expected a known model or its sizes"),
+    (["model", "--width", "8", "--heads", "2", "--layers", "1", "--vocab", "1", "--heads-kv", "0"], "heads_kv=0"),
     (["mfu", "--parameters", "1e9"], "expected one of them, a speed or a utilisation"),
     (["mfu", "--parameters", "1e9", "--at", "40"], "utilisation=40.0"),
     (["mfu", "--parameters", "1e9", "--at", "0.4", "--gpus", "0"], "gpus=0"),
+    (["mfu", "--parameters", "inf", "--at", "0.4"], "parameters=inf: expected a positive number"),
+    (["mfu", "--parameters", "nan", "--at", "0.4"], "parameters=nan: expected a positive number"),
+    (["mfu", "--parameters", "1e9", "--at", "0.4", "--tokens", "-5"], "tokens=-5.0: expected a positive number"),
+    (["mfu", "--parameters", "1e9", "--tokens-per-second", "inf"], "tokens_per_second=inf: expected a positive number"),
+    (["lab", "--seqlen", "9" * 200], "too large"),
     (["mfu", "--parameters", "1e9", "--at", "0.4", "--layers", "3"], "width=0"),
     (["plot", "--out", "x.gif"], "expected a name that ends in .png or .svg"),
+    (["plot", "--out", "/dev/null/x.png", "--gpu", "H100"], "/dev/null"),
+    (["plot", "--measured", __file__], "expected a file of `measure --out`"),
+    (["plot", "--measured", "/"], "is a directory"),
     (["nonsense"], "No such command 'nonsense'"),
     pytest.param(["measure"], "measure needs a GPU: torch finds no CUDA device here", marks=NO_GPU),
 ]
@@ -122,6 +133,20 @@ def test_what_is_wrong_is_one_line_and_exit_code_2(arguments, message, capsys):
     assert cli.main(arguments) == 2
     printed = capsys.readouterr()
     assert message in printed.err and printed.out == "" and printed.err.count("\n") == 1
+
+
+def test_without_arguments_it_helps(capsys):
+    assert cli.main([]) == 0
+    assert capsys.readouterr().out.startswith("Usage: python -m flashattn.roofline")
+
+
+@pytest.mark.parametrize("columns", ["20", "80"])
+def test_a_narrow_terminal_loses_no_digit(columns, monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    monkeypatch.setenv("COLUMNS", columns)
+    assert cli.main(["ops", "--gpu", "H100"]) == 0
+    printed = capsys.readouterr().out
+    assert all(number in printed for number in ("4587.5", "7782.2", "500.8", "compute")) and "\u2026" not in printed
 
 
 @NO_GPU

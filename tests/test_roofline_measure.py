@@ -98,9 +98,24 @@ def test_measure_from_options_to_table_and_file(monkeypatch, tmp_path):
         assert all(one["ms"] > 0 and one["matmul_share"] > 0 for one in found["passes"][direction]["placed"])
     text = run("measure", *options, "--passes", "fwd")
     assert "flashattn-eager" in text and "fa3, forward: needs a CUDA device" in text and "backward" not in text
-    wrong = {"--heads-kv 3": "heads=4: expected a multiple of heads_kv=3", "--passes fwd,up": "not up", "--kernels nobody": "unknown"}
+    wrong = {
+        "--heads-kv 3": "heads=4: expected a multiple of heads_kv=3", "--passes fwd,up": "not up", "--kernels nobody": "unknown",
+        "--heads-kv 0": "heads_kv=0", "--rounds 0": "rounds=0", "--slice-ms inf": "slice_ms=inf: expected a positive number",
+    }  # fmt: skip
     for words, message in wrong.items():
         assert message in str(CliRunner().invoke(cli.cli, ["measure", *options, *words.split()]).exception), words
+
+
+def test_an_unknown_gpu_is_held_against_no_data_sheet(monkeypatch):
+    """Without --gpu: what an unknown GPU reaches is no share of an H100."""
+    small = measure.ceiling_calls(CPU, torch.float32, size=16, copy_bytes=64)
+    monkeypatch.setattr(cli, "cuda", lambda: CPU)
+    monkeypatch.setattr(cli, "current_gpu", lambda: None)
+    monkeypatch.setattr(measure, "ceiling_calls", lambda device, dtype: small)
+    options = "--seqlen 32 --batch 1 --heads 2 --head-dim 16 --dtype float32 --rounds 1 --slice-ms 0.1 --kernels sdpa-math --passes fwd"
+    (one,) = (found := data("measure", *options.split()))["passes"]["forward"]["placed"]
+    assert found["gpu"] is None and one["peak_share"] is None and one["bound_us"] is None and one["matmul_share"] > 0
+    assert data("measure", *options.split(), "--peak", "1", "--bandwidth", "1")["passes"]["forward"]["placed"][0]["bound_us"] > 0
 
 
 STATE = {"clocks.sm": "1980", "clocks.mem": "3201", "power.draw": "690", "power.limit": "700", "temperature.gpu": "60"}

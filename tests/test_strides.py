@@ -185,7 +185,7 @@ def test_more_than_2_31_elements_in_packed_sequences():
     cu = torch.arange(0, rows, length, dtype=torch.int32, device="cuda")  # the last rows belong to no sequence
     flat = {name: getattr(data, name)[0] for name in ("q", "k", "v", "dout", "dlse")}
     found = run(Data(**flat, cu_q=cu, cu_k=cu), "portable", causal=True)
-    results = Results(*(x[None] for x in found))
+    results = Results(*(x[None] for x in found[:5]))
     for start in (0, (1 << 31) // dim // length * length, int(cu[-2])):
         compare_rows(data, results, slice(start, start + length), slice(0, length), causal=True)
     assert not any(x[:, int(cu[-1]) :].any() for x in (results.out, results.dq, results.dk, results.dv))

@@ -103,8 +103,10 @@ def packed_peer(data, *how) -> Results:
         q, k, v, dout = (x[None, a:b] for x, a, b in ((data.q, q0, q1), (data.k, k0, k1), (data.v, k0, k1), (data.dout, q0, q1)))
         alone = data.with_(q=q, k=k, v=v, dout=dout, dlse=data.dlse[None, :, q0:q1], cu_q=None, cu_k=None)
         parts.append(peer(alone, *how))
-    return Results(*(torch.cat([x[0] for x in each], dim=-1 if name == "lse" else 0) for name, each in zip(
-        Results._fields, zip(*parts, strict=True), strict=True)))  # fmt: skip
+    return Results(**{
+        name: torch.cat([getattr(part, name)[0] for part in parts], dim=-1 if name == "lse" else 0)
+        for name in ("out", "lse", "dq", "dk", "dv")
+    })  # fmt: skip
 
 
 SIZES = {

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.autograd import forward_ad
 
 from flashattn import attention, attention_varlen, eager
-from support import WHERE, dense, packed
+from support import WHERE, dense, packed, with_extras
 
 EAGER, _, GPU = WHERE
 STEPS = 20  # with as many different lengths
@@ -81,6 +81,25 @@ def test_varlen_without_maximal_lengths(impl, device):
     whole, counter = compiled(call, device)
     assert same(results(whole, data, data.cu_q, data.cu_k), results(call, data, data.cu_q, data.cu_k))
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("impl, device", [EAGER, GPU])
+@pytest.mark.parametrize("kind", ["dense", "packed"])
+def test_softcap_slopes_and_sinks(impl, device, kind):
+    data = inputs(device, [5, 0, 64, 17], [16, 3, 80, 0]) if kind == "packed" else inputs(device, 64, 128)
+    data = with_extras(data, slopes="entry", sinks=0.0)
+    sinks = data.sinks.requires_grad_()
+
+    def call(q, k, v, slopes, sinks):
+        options = {"softcap": 2.0, "alibi_slopes": slopes, "sinks": sinks, "causal": True, "return_lse": True, "impl": impl}
+        return attention_varlen(q, k, v, data.cu_q, data.cu_k, **options) if kind == "packed" else attention(q, k, v, **options)
+
+    def both(function):
+        out, lse = function(data.q, data.k, data.v, data.slopes, sinks)
+        return [*results(function, data, data.slopes, sinks.detach()), *torch.autograd.grad([out, lse], sinks, [data.dout, data.dlse])]
+
+    whole, counter = compiled(call, device)
+    assert same(both(whole), both(call)) and counter.frame_count == 2, "one for each kind of input that wants a gradient"
 
 
 @pytest.mark.parametrize("impl, device", [EAGER, GPU])

@@ -6,7 +6,16 @@ Layout is settled here by transposed views (strides carry it, nothing is copied)
 import torch
 
 from . import torch_ops
-from .checks import TORCH_DTYPES, check_cu_seqlens, check_layout, check_options, check_tensors
+from .checks import (
+    TORCH_DTYPES,
+    check_cu_seqlens,
+    check_layout,
+    check_options,
+    check_sinks,
+    check_slopes,
+    check_softcap,
+    check_tensors,
+)
 from .dispatch.select import check_impl
 from .problem import canonical_window, default_scale
 
@@ -36,6 +45,14 @@ def _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl
     return q, k, v, (scale, left, right, top_left, deterministic, impl)
 
 
+def _extras(q, softcap, alibi_slopes, sinks, sequences=None):
+    """(alibi_slopes, sinks, softcap) as every operator call takes them, checked; `sequences` of a packed call, else None."""
+    softcap = check_softcap(softcap)
+    check_slopes(alibi_slopes, q, q.shape[-2], q.shape[0] if sequences is None else sequences)
+    check_sinks(sinks, q, q.shape[-2])
+    return alibi_slopes, None if sinks is None else sinks.float(), softcap
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -44,20 +61,31 @@ def attention(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    r"""Exact attention, differentiable in q, k and v.
+    r"""Exact attention, differentiable in q, k, v and sinks.
 
     .. math::
         s_{ij} = \text{softmax\_scale} \; q_i \cdot k_j, \qquad
         \text{lse}_i = \ln \sum_{j \in K(i)} e^{s_{ij}}, \qquad
         \text{out}_i = \sum_{j \in K(i)} e^{s_{ij} - \text{lse}_i} \, v_j
 
-    where K(i) is the set of keys that row i keeps. The score matrix never exists in memory: tiles of keys stream past a block of queries
-    under the online softmax, and the backward rebuilds the probabilities from lse.
+    where K(i) is the set of keys that row i keeps. With the options for it, in this order, scores are capped, then lowered by distance, and
+    a sink joins the denominator:
+
+    .. math::
+        s'_{ij} = \text{softcap} \, \tanh(s_{ij} / \text{softcap})
+            - \text{slope} \; |i + \text{seqlen}_k - \text{seqlen}_q - j|, \qquad
+        \text{lse}_i = \ln \Big( e^{\text{sink}} + \sum_{j \in K(i)} e^{s'_{ij}} \Big)
+
+    The score matrix never exists in memory: tiles of keys stream past a block of queries under the online softmax, and the backward
+    rebuilds the probabilities from lse.
 
     Args:
         q: queries ``[batch, seqlen_q, heads_q, head_dim]``; float16, bfloat16 or float32; head_dim 1 to 256. Any strides; a last dimension
@@ -71,6 +99,12 @@ def attention(
             0 the diagonal alone. ``causal`` is the window ``(None, 0)``; together they keep what both keep.
         softmax_scale: factor of the scores, at most 1.7e38 in magnitude (half of the largest float32); default ``1 / sqrt(head_dim)``.
             Triton kernels take one below 2**-120 for 0.
+        softcap: a bound of the scores, which tanh bends towards it; positive, any size. None or 0 is none. The tanh of ``"hopper"`` is the
+            GPU's instruction, within 2**-11 of its size; that of the others is exact to float32.
+        alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``: what a step away from the diagonal costs a score. The diagonal is the
+            bottom-right one, with ``causal="top-left"`` too. No gradient: a tensor that requires one is refused.
+        sinks: ``[heads_q]``, float32 or q's dtype: a learned logit of each head, in natural units, that takes its share of the softmax and
+            gives nothing. -inf is none. Differentiable.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it
@@ -82,20 +116,21 @@ def attention(
 
     Returns:
         out ``[batch, seqlen_q, heads_q, head_dim_v]`` in q's dtype (under autocast: the autocast dtype). With ``return_lse``: (out, lse),
-        lse float32 ``[batch, heads_q, seqlen_q]``, natural logarithm, differentiable. A row with no key to see: out 0, lse -inf,
-        gradients 0.
+        lse float32 ``[batch, heads_q, seqlen_q]``, natural logarithm, sinks included, differentiable. A row with no key to see: out 0,
+        lse -inf or the sink of its head, gradients 0 (that of lse goes to the sink).
 
     Raises:
         ValueError: shapes, devices or option values that don't fit together. TypeError: dtypes, non-tensors.
-        NotImplementedError: head_dim over 256; ``impl`` names a kernel that can't run the call (with its reasons); a second
-            derivative; a forward-mode one (``torch.func.jvp``, ``jacfwd``, ``hessian``).
+        NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; ``impl`` names a kernel that can't run the call (with
+            its reasons); a second derivative; a forward-mode one (``torch.func.jvp``, ``jacfwd``, ``hessian``).
 
     float32 products are IEEE float32 unless ``torch.backends.cuda.matmul`` allows tf32.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1 and appendix B; Dao 2023 (FlashAttention-2), section 3; Milakov & Gimelshein 2018
-    (online softmax), section 3.
+    (online softmax), section 3. softcap: Gemma Team 2024 (Gemma 2), section 2. alibi_slopes: Press et al. 2021 (ALiBi), section 3. sinks:
+    Xiao et al. 2023 (StreamingLLM), section 3; learned ones, OpenAI 2025 (gpt-oss), section 2.
     """
-    key = torch_ops.key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+    key = torch_ops.key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks)
     forward = torch_ops.known(key)
     if forward is not None:
         if layout == "bhsd":
@@ -104,7 +139,8 @@ def attention(
     else:
         check_layout(layout)
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
-        out, lse = torch_ops.attn_fwd(q, k, v, None, None, None, None, *options)
+        extras = _extras(q, softcap, alibi_slopes, sinks)
+        out, lse = torch_ops.attn_fwd(q, k, v, *extras, None, None, None, None, *options)
         if key is not None:
             torch_ops.remember(key, q, k, v, options)
     if layout == "bhsd":
@@ -124,6 +160,9 @@ def attention_varlen(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     impl: str | None = None,
@@ -141,7 +180,8 @@ def attention_varlen(
             gradients are 0 and their lse is -inf.
         max_seqlen_q, max_seqlen_k: an upper bound of the longest sequence in rows, or None. A hint for the order of work; results don't
             depend on it and no device synchronisation is needed without it. A tensor is accepted and not read.
-        causal, window, softmax_scale, return_lse, deterministic, impl: as in :func:`attention`.
+        causal, window, softmax_scale, softcap, sinks, return_lse, deterministic, impl: as in :func:`attention`.
+        alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``, then those of each sequence; each has its own diagonal.
 
     Returns:
         out ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``, float32, natural logarithm.
@@ -159,7 +199,8 @@ def attention_varlen(
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
     )
-    out, lse = torch_ops.attn_fwd(q, k, v, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options)
+    extras = _extras(q, softcap, alibi_slopes, sinks, cu_seqlens_q.shape[0] - 1)
+    out, lse = torch_ops.attn_fwd(q, k, v, *extras, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options)
     return (out, lse) if return_lse else out
 
 
@@ -175,6 +216,9 @@ def explain(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     impl: str | None = None,
@@ -199,12 +243,14 @@ def explain(
             if limit is not None:
                 raise ValueError(f"{name}={limit!r} without cu_seqlens: expected both cu_seqlens, or no {name}")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+        extras = _extras(q, softcap, alibi_slopes, sinks)
     else:
         if layout != "bshd":
             raise ValueError(f"layout={layout!r} with cu_seqlens: expected none, packed tensors are [total, heads, dim]")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
         limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
+        extras = _extras(q, softcap, alibi_slopes, sinks, cu_seqlens_q.shape[0] - 1)
     *options, impl = options
     options.append(torch_ops.aligned(q, k, v))
-    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options)
+    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras)
     return torch_ops.explain(problem, impl, torch_ops.gpu_name(q.device) if gpu is None else gpu)

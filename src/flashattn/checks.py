@@ -20,6 +20,8 @@ DIMENSIONS = {  # by layout; None: packed
 LAYOUTS = ("bshd", "bhsd")
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 MOST = 2**63 - 1  # integers travel in 64 bits
+MOST_CAP = torch.finfo(torch.float64).max
+NO_SLOPES_GRADIENT = "the gradient of alibi_slopes is not implemented: pass alibi_slopes.detach(); q, k, v and sinks have gradients"
 MOST_SCALE = torch.finfo(torch.float32).max / 2  # scores are float32, in base 2: the scale times log2 e must be finite too
 
 
@@ -78,6 +80,48 @@ def check_options(causal, window, softmax_scale, deterministic):
             raise ValueError(f"softmax_scale={scale}: expected a finite number, at most {MOST_SCALE:.2g} in magnitude")
         softmax_scale = scale
     return window, softmax_scale
+
+
+def check_softcap(softcap) -> float:
+    """0 is none, as None is."""
+    if softcap is None:
+        return 0.0
+    cap = _real(softcap)
+    if cap is None:
+        raise TypeError(f"softcap is a {type(softcap).__name__}: expected a float or None (no cap)")
+    if not 0 <= cap <= MOST_CAP:  # nor is NaN
+        raise ValueError(f"softcap={cap}: expected a finite number > 0, or 0 or None for no cap")
+    return float(cap) if isinstance(cap, int) else cap
+
+
+def check_slopes(alibi_slopes, q, heads, batch) -> None:
+    """heads, batch: of q; the batch of a packed call is its number of sequences."""
+    if alibi_slopes is None:
+        return
+    _check_per_head("alibi_slopes", alibi_slopes, q, (torch.float32,))
+    if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
+        expected = f"[heads_q] ({heads},) or [batch, heads_q] ({batch}, {heads})"
+        raise ValueError(f"alibi_slopes has shape {tuple(alibi_slopes.shape)}: expected {expected}")
+    if alibi_slopes.requires_grad and torch.is_grad_enabled():
+        raise NotImplementedError(NO_SLOPES_GRADIENT)
+
+
+def check_sinks(sinks, q, heads) -> None:
+    if sinks is None:
+        return
+    _check_per_head("sinks", sinks, q, (torch.float32, q.dtype))
+    if tuple(sinks.shape) != (heads,):
+        raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected [heads_q] ({heads},)")
+
+
+def _check_per_head(name, tensor, q, dtypes) -> None:
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor or None")
+    _check_strided(name, tensor)
+    if tensor.dtype not in dtypes:
+        raise TypeError(f"{name} has dtype {tensor.dtype}: expected {' or '.join(str(dtype) for dtype in dict.fromkeys(dtypes))}")
+    if tensor.device != q.device:
+        raise ValueError(f"{name} is on {tensor.device} and q on {q.device}: expected one device")
 
 
 def check_layout(layout) -> None:

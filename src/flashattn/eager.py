@@ -12,12 +12,15 @@ The surprising fact: the backward reads neither `out` nor `lse`. A chunk holds w
 rowsum(p * dp) of the very numbers it is subtracted from, where a kernel that sees only a tile needs rowsum(dout * out), equal on paper
 and rounded differently (FlashAttention, 2022, appendix B.2). A row with a single key gets a gradient of exactly 0 this way, and scores of
 1e5, whose lse is rounded to 1e-2, cost no accuracy.
+
+Over 300 lines because one pass over a chunk has everything that scores can have, and the backward repeats what the forward did.
 """
 
 import contextlib
 import math
 from collections.abc import Iterator
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from einops import rearrange
@@ -31,23 +34,33 @@ MIN_ROWS = 64  # rows of a matrix product, below which it is too thin to be fast
 
 
 def forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, token: object = None
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    token: object = None,
 ) -> tuple[Tensor, Tensor]:
-    """out_i = sum_j p_ij v_j and lse_i = ln sum_j e^(s_ij), over the keys that `problem` keeps.
+    """out_i = sum_j p_ij v_j and lse_i = ln (e^sink + sum_j e^(s_ij)), over the keys that `problem` keeps.
 
     q [batch, seqlen_q, heads_q, head_dim], k [..., heads_kv, head_dim], v [..., heads_kv, head_dim_v] of any strides; packed calls have
     [total, heads, dim] and int32 cu_seqlens. Returns out, contiguous, in the dtype of q, and lse, float32, natural
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
-    lse -inf. Raises ValueError for cu_seqlens that fall or reach past the tensor. token is for launchers; nothing is launched here.
+    lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q].
+    Raises ValueError for cu_seqlens that fall or reach past the tensor. token is for launchers; nothing is launched here.
     """
     with _without_autocast(q.device):
         if not problem.varlen:
-            return _dense_forward(problem, q, k, v)
+            return _dense_forward(problem, q, k, v, slopes, sinks)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
-        for n, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+        for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+            n = len(sequences)
             part_qkv = (_unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-            part, part_lse = _dense_forward(problem, *part_qkv)
+            part, part_lse = _dense_forward(problem, *part_qkv, _of_sequences(slopes, sequences), sinks)
             out[at_q] = part.flatten(0, 1)
             lse[:, at_q] = rearrange(part_lse, "n h s -> h (n s)")
         return out, lse
@@ -55,7 +68,7 @@ def forward(
 
 def backward(
     problem: Problem,
-    needs: tuple[bool, bool, bool],
+    needs: tuple[bool, bool, bool, bool],
     dout: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -65,43 +78,56 @@ def backward(
     lse: Tensor,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
     """Gradients of a loss that has gradient dout in out and dlse in lse:
 
         dv_j = sum_i p_ij dout_i                     ds_ij = p_ij (dp_ij - delta_i),   dp_ij = dout_i . v_j
         dq_i = scale sum_j ds_ij k_j                 delta_i = sum_j p_ij dp_ij - dlse_i
         dk_j = scale sum_i ds_ij q_i
 
-    since d lse_i / d s_ij = p_ij. dout, dlse: shaped like out and lse, any strides, None for a gradient of zero. needs: which of dq, dk,
-    dv to compute; the others are None. Gradients are contiguous, with the shape and dtype of their input, and exactly 0 for queries
+    since d lse_i / d s_ij = p_ij; with a softcap ds is multiplied by 1 - tanh^2. A sink is a key of value 0 that every row sees, so its
+    gradient is -sum_i e^(sink - lse_i) delta_i; it is float32 and given for each batch entry, [batch, heads_q], or [1, heads_q] of a packed
+    call. dout, dlse: shaped like out and lse, any strides, None for a gradient of zero. needs: which of dq, dk, dv and dsinks to compute;
+    the others are None. Gradients are contiguous, with the shape and dtype of their input, and exactly 0 for queries
     without keys, for keys that no query sees and for rows past the last cu_seqlens.
 
     Source: Dao et al., FlashAttention (2022), appendix B.2; the gradient into lse follows from the line above.
     """
     with _without_autocast(q.device):
         if not problem.varlen:
-            return _dense_backward(problem, needs, dout, dlse, q, k, v)
+            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks)
         grads = _zero_gradients(problem, needs, q, k)
-        for n, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+        for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+            n = len(sequences)
             part_dout = None if dout is None else _unpack(dout, at_q, n)
             part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
             part_qkv = (None if x is None else _unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-            parts = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv)
-            for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=True):
+            *parts, dsinks = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv, _of_sequences(slopes, sequences), sinks)
+            for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=False):
                 if grad is not None:
                     grad[at] = part.flatten(0, 1)
+            if dsinks is not None:
+                grads[-1].add_(dsinks.sum(0))
         return grads
 
 
-def _dense_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _dense_forward(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor]:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+    if sinks is not None:
+        lse.copy_(sinks[:, None])
     groups = (k.shape[2], problem.group)
     q, out_grouped, lse_grouped = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
     for batch, heads, chunks in _blocks(problem, q, k):
         k_HND, v_HNV = _keys_first(k[batch, :, heads]), _keys_first(v[batch, :, heads])
+        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
         for rows, keys in chunks:
-            e_HMN, m_HM, l_HM = _exp_scores(problem, _fold(q[batch, rows, heads]), k_HND, rows, keys, diagonal=_diagonal(problem, q, k))
+            q_HMD = _fold(q[batch, rows, heads])
+            e_HMN, m_HM, l_HM, *_ = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
             _unfold(torch.bmm(e_HMN, v_HNV[:, keys]).div_(l_HM), into=out_grouped[batch, rows, heads])
             lse_chunk = lse_grouped[batch, heads, :, rows]
             lse_chunk.copy_((m_HM + l_HM.log()).view(lse_chunk.shape))
@@ -109,12 +135,25 @@ def _dense_forward(problem: Problem, q: Tensor, k: Tensor, v: Tensor) -> tuple[T
 
 
 def _dense_backward(
-    problem: Problem, needs: tuple[bool, bool, bool], dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor, v: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    dq, dk, dv = _zero_gradients(problem, needs, q, k)
+    problem: Problem,
+    needs: tuple[bool, bool, bool, bool],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor | None, ...]:
+    dq, dk, dv, dsinks = _zero_gradients(problem, needs, q, k)
     if dout is None and dlse is None:
-        return dq, dk, dv
+        return dq, dk, dv, dsinks
     groups = (k.shape[2], problem.group)
+    owed = None  # to the sinks, by each row; by one without keys what comes for its lse, which is the sink
+    if dsinks is not None:
+        owed = torch.zeros(q.shape[0], q.shape[2], q.shape[1], device=q.device)
+        owed = owed if dlse is None else owed.add_(dlse).masked_fill_(sinks[:, None] == -math.inf, 0.0)
+        owed = owed.unflatten(1, groups)
     q = q.unflatten(2, groups)
     dout = None if dout is None else dout.unflatten(2, groups)
     dlse = None if dlse is None else dlse.unflatten(1, groups)
@@ -122,17 +161,22 @@ def _dense_backward(
         k_HND, v_HNV = _keys_first(k[batch, :, heads]), None if v is None else _keys_first(v[batch, :, heads])
         dk_HND = None if dk is None else torch.zeros_like(k_HND)
         dv_HNV = None if dv is None else k_HND.new_zeros(*k_HND.shape[:-1], problem.head_dim_v)
+        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
         for rows, keys in chunks:
             q_HMD = _fold(q[batch, rows, heads])
-            e_HMN, _, l_HM = _exp_scores(problem, q_HMD, k_HND, rows, keys, diagonal=_diagonal(problem, q, k))
+            scores = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
+            e_HMN, l_HM = scores.e_HMN, scores.l_HM
             # p = e / l; dividing the short rows of dout by l instead saves a pass over the scores
             dout_HMV = None if dout is None else _fold(dout[batch, rows, heads]) / l_HM
             if dv is not None and dout is not None:
                 dv_HNV[:, keys].baddbmm_(e_HMN.mT, dout_HMV)
-            if dq is None and dk is None:
+            if dq is None and dk is None and owed is None:
                 continue
             dlse_HM = None if dlse is None else dlse[batch, heads, :, rows].reshape(l_HM.shape)
-            ds_HMN = _score_gradient(e_HMN, l_HM, dout_HMV, v_HNV[:, keys], dlse_HM)
+            ds_HMN, delta_HM = _score_gradient(scores, dout_HMV, v_HNV[:, keys], dlse_HM)
+            if owed is not None:
+                owed_chunk = owed[batch, heads, :, rows]
+                owed_chunk.copy_((scores.sink_HM / l_HM).mul_(delta_HM).neg_().view(owed_chunk.shape))
             if dq is not None:
                 dq_HMD = torch.bmm(ds_HMN, k_HND[:, keys]).mul_(problem.softmax_scale)
                 _unfold(dq_HMD, into=dq.unflatten(2, groups)[batch, rows, heads])
@@ -141,30 +185,66 @@ def _dense_backward(
         for grad, grad_HND in ((dk, dk_HND), (dv, dv_HNV)):
             if grad is not None:
                 grad[batch, :, heads] = rearrange(grad_HND, "(b h) n d -> b n h d", h=k[batch, :, heads].shape[2])
-    return dq, dk, dv
+    return dq, dk, dv, None if owed is None else owed.sum(-1).flatten(1)
 
 
-def _zero_gradients(problem: Problem, needs: tuple[bool, bool, bool], q: Tensor, k: Tensor) -> tuple[Tensor | None, ...]:
+def _zero_gradients(problem: Problem, needs: tuple[bool, bool, bool, bool], q: Tensor, k: Tensor) -> tuple[Tensor | None, ...]:
     """zeros_like would keep the strides of the inputs, an expanded one's too."""
-    shapes = (q.shape, k.shape, (*k.shape[:-1], problem.head_dim_v))
-    return tuple(torch.zeros(shape, dtype=q.dtype, device=q.device) if need else None for shape, need in zip(shapes, needs, strict=True))
+    *shapes, sinks = (q.shape, k.shape, (*k.shape[:-1], problem.head_dim_v), (q.shape[0] if q.dim() == 4 else 1, q.shape[-2]))
+    kinds = [*((shape, q.dtype) for shape in shapes), (sinks, torch.float32)]
+    return tuple(torch.zeros(s, dtype=t, device=q.device) if need else None for (s, t), need in zip(kinds, needs, strict=True))
+
+
+def _of_sequences(slopes: Tensor | None, sequences: list[int]) -> Tensor | None:
+    return slopes if slopes is None or slopes.dim() == 1 else slopes[sequences]
+
+
+def _extras_of(groups, slopes: Tensor | None, sinks: Tensor | None, size: int, batch: slice, heads: slice) -> tuple[Tensor | None, ...]:
+    """Slopes [b h, group, 1, 1] and sinks [h, group, 1] of a block of heads."""
+    if slopes is not None:
+        slopes = slopes.expand(size, -1).unflatten(1, groups)[batch, heads].flatten(0, 1)[..., None, None]
+    return slopes, None if sinks is None else sinks.unflatten(0, groups)[heads][..., None]
+
+
+class _Scores(NamedTuple):
+    """e = e^(s - m) with 0 where masked, the maximum m and the sum l of e of each row: p = e / l and lse = m + ln l. sink: e^(sink - m),
+    in l too. tanh: of a softcap."""
+
+    e_HMN: Tensor
+    m_HM: Tensor
+    l_HM: Tensor
+    sink_HM: Tensor | None
+    tanh_HMN: Tensor | None
 
 
 def _exp_scores(
-    problem: Problem, q_HMD: Tensor, k_HND: Tensor, rows: slice, keys: slice, *, diagonal: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """e = e^(s - m) with 0 where masked, and the maximum m and the sum l of e of each row: p = e / l and lse = m + ln l.
-
-    The scale is applied to s - m, not to the scores: large scores that are close to each other then lose nothing by it. Only its sign has
-    to be known earlier, for the maximum. e is taken as a power of 2 because the exp of the math library under torch is up to 70 times
-    slower where the result underflows, and masked scores do nothing else. Every row here has a key, so l is at least 1.
+    problem: Problem, q_HMD: Tensor, k_HND: Tensor, rows: slice, keys: slice, extras: tuple[Tensor | None, ...], diagonal: int, aligned: int
+) -> _Scores:
+    """The scale is applied to s - m, not to the scores: large scores that are close to each other then lose nothing by it. Only its sign
+    has to be known earlier, for the maximum; but what is added to scores, or compared with them, is in their units. e is taken as a power
+    of 2 because the exp of the math library under torch is up to 70 times slower where the result underflows, and masked scores do nothing
+    else. Every row here has a key, so l is at least 1.
     """
-    scale = problem.softmax_scale
-    sign, magnitude = (math.copysign(1.0, scale), abs(scale)) if scale else (0.0, 1.0)
+    slopes, sinks = extras
+    scale, tanh_HMN, sink_HM = problem.softmax_scale, None, None
+    in_units = problem.alibi or problem.sinks
+    factor, magnitude = (math.copysign(1.0, scale), abs(scale)) if scale else (0.0, 1.0)
+    if problem.softcap:
+        factor, magnitude = problem.inner, problem.softcap
+    elif in_units:
+        factor, magnitude = scale, 1.0
     beta_0 = q_HMD.new_zeros(1, 1, 1)
-    s_HMN = torch.baddbmm(beta_0, q_HMD, k_HND[:, keys].mT, beta=0, alpha=sign)
+    s_HMN = torch.baddbmm(beta_0, q_HMD, k_HND[:, keys].mT, beta=0, alpha=factor)
+    if problem.softcap:
+        tanh_HMN = s_HMN.tanh_()
+        s_HMN = tanh_HMN * (problem.softcap if in_units else 1.0)
+        magnitude = 1.0 if in_units else magnitude
     s_grouped = s_HMN.unflatten(1, (problem.group, -1))
-    i = torch.arange(rows.start, rows.stop, device=q_HMD.device)[:, None] + diagonal
+    row = torch.arange(rows.start, rows.stop, device=q_HMD.device)[:, None]
+    if slopes is not None:
+        distance = row + aligned - torch.arange(keys.start, keys.stop, device=q_HMD.device)
+        s_grouped.addcmul_(slopes, distance.abs().float(), value=-1)
+    i = row + diagonal
     # only the columns that some row of the chunk may not see: at either end, about as many as the chunk has rows
     if problem.window_right is not None:
         first = max(keys.start, rows.start + diagonal + problem.window_right + 1)
@@ -175,19 +255,28 @@ def _exp_scores(
         j = torch.arange(keys.start, max(keys.start, last), device=q_HMD.device)
         s_grouped[..., : len(j)].masked_fill_(j < i - problem.window_left, -math.inf)
     m_HM = s_HMN.amax(dim=-1, keepdim=True)
+    if sinks is not None:
+        m_grouped = m_HM.view(-1, *sinks.shape[:-1], len(row))  # [b, h, group, m]
+        m_HM = torch.maximum(m_grouped, sinks).view(m_HM.shape)
+        sink_HM = torch.exp(sinks - m_HM.view(m_grouped.shape)).view(m_HM.shape)
     e_HMN = s_HMN.sub_(m_HM).mul_(magnitude * LOG2_E).exp2_()
-    return e_HMN, m_HM * magnitude, e_HMN.sum(dim=-1, keepdim=True)
+    l_HM = e_HMN.sum(dim=-1, keepdim=True)
+    return _Scores(e_HMN, m_HM * magnitude, l_HM if sink_HM is None else l_HM + sink_HM, sink_HM, tanh_HMN)
 
 
-def _score_gradient(e_HMN: Tensor, l_HM: Tensor, dout_HMV: Tensor | None, v_HNV: Tensor, dlse_HM: Tensor | None) -> Tensor:
-    """ds = p (dp - delta), with p = e / l and dout already divided by l."""
+def _score_gradient(scores: _Scores, dout_HMV: Tensor | None, v_HNV: Tensor, dlse_HM: Tensor | None) -> tuple[Tensor, Tensor]:
+    """(ds, delta): ds = p (dp - delta), times 1 - tanh^2 under a softcap, with p = e / l and dout already divided by l."""
     if dout_HMV is None:
-        return e_HMN.mul_(dlse_HM / l_HM)
-    p_dp_HMN = torch.bmm(dout_HMV, v_HNV.mT).mul_(e_HMN)
-    delta_HM = p_dp_HMN.sum(dim=-1, keepdim=True)
-    if dlse_HM is not None:
-        delta_HM -= dlse_HM
-    return p_dp_HMN.addcmul_(e_HMN, delta_HM / l_HM, value=-1)
+        ds_HMN, delta_HM = scores.e_HMN.mul_(dlse_HM / scores.l_HM), -dlse_HM
+    else:
+        p_dp_HMN = torch.bmm(dout_HMV, v_HNV.mT).mul_(scores.e_HMN)
+        delta_HM = p_dp_HMN.sum(dim=-1, keepdim=True)
+        if dlse_HM is not None:
+            delta_HM -= dlse_HM
+        ds_HMN = p_dp_HMN.addcmul_(scores.e_HMN, delta_HM / scores.l_HM, value=-1)
+    if scores.tanh_HMN is not None:
+        ds_HMN.addcmul_(ds_HMN * scores.tanh_HMN, scores.tanh_HMN, value=-1)
+    return ds_HMN, delta_HM
 
 
 def _blocks(problem: Problem, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:
@@ -199,7 +288,7 @@ def _blocks(problem: Problem, q: Tensor, k: Tensor) -> Iterator[tuple[slice, sli
     chunk when everything fits, and a loop over heads only where each turn is long.
     """
     batch, seqlen_q, heads_kv, group = q.shape[:4]
-    seqlen_k, diagonal = k.shape[1], _diagonal(problem, q, k)
+    seqlen_k, (diagonal, _) = k.shape[1], _diagonals(problem, q, k)
     left, right = problem.window_left, problem.window_right
     first = 0 if right is None else max(0, -diagonal - right)
     stop = seqlen_q if left is None else min(seqlen_q, seqlen_k - diagonal + left)
@@ -228,9 +317,10 @@ def _blocks(problem: Problem, q: Tensor, k: Tensor) -> Iterator[tuple[slice, sli
             yield slice(b, b + step_b), slice(h, h + step_h), chunks
 
 
-def _diagonal(problem: Problem, q: Tensor, k: Tensor) -> int:
-    """Key on the diagonal of query row 0, which in a packed call is each sequence's own."""
-    return 0 if problem.top_left else k.shape[1] - q.shape[1]
+def _diagonals(problem: Problem, q: Tensor, k: Tensor) -> tuple[int, int]:
+    """Key on the diagonal of query row 0, which in a packed call is each sequence's own: of the mask, and of ALiBi."""
+    aligned = k.shape[1] - q.shape[1]
+    return 0 if problem.top_left else aligned, aligned
 
 
 def _fold(x: Tensor) -> Tensor:
@@ -249,8 +339,10 @@ def _keys_first(x: Tensor) -> Tensor:
     return rearrange(x, "b n h d -> (b h) n d").contiguous().float()
 
 
-def _same_lengths(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[int, slice | Tensor, slice | Tensor]]:
-    """Packed sequences of equal lengths, together: (how many, where their rows are in q, where in k).
+def _same_lengths(
+    q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor
+) -> Iterator[tuple[list[int], slice | Tensor, slice | Tensor]]:
+    """Packed sequences of equal lengths, together: (which, where their rows are in q, where in k).
 
     Each such set is a dense batch, so eighty thousand short sequences are a few hundred turns of the loop. Sequences that lie one behind
     the other are a slice, others are gathered.
@@ -258,12 +350,13 @@ def _same_lengths(q: Tensor, k: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tens
     cu_q, cu_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     check_lengths("q", cu_q, len(q))  # on a GPU nobody else has looked
     check_lengths("k", cu_k, len(k))
-    starts: dict[tuple[int, int], list[tuple[int, int]]] = {}
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
-        starts.setdefault((q1 - q0, k1 - k0), []).append((q0, k0))
-    for lengths, pairs in starts.items():
-        at_q, at_k = (_places(list(s), n, q.device) for s, n in zip(zip(*pairs, strict=True), lengths, strict=True))
-        yield len(pairs), at_q, at_k
+    starts: dict[tuple[int, int], list[tuple[int, int, int]]] = {}
+    for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(cu_q), pairwise(cu_k), strict=True)):
+        starts.setdefault((q1 - q0, k1 - k0), []).append((n, q0, k0))
+    for lengths, found in starts.items():
+        sequences, *firsts = map(list, zip(*found, strict=True))
+        at_q, at_k = (_places(first, n, q.device) for first, n in zip(firsts, lengths, strict=True))
+        yield sequences, at_q, at_k
 
 
 def _places(starts: list[int], length: int, device: torch.device) -> slice | Tensor:

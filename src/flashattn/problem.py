@@ -15,6 +15,8 @@ from itertools import pairwise
 
 DTYPES = ("float16", "bfloat16", "float32")
 MAX_HEAD_DIM = 256
+LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-120, 2.0**64
+MOST_INNER = 2.0**126
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class Problem:
     window_left, window_right: how far left and right of the diagonal a query sees; None is without limit, 0 the diagonal itself.
     top_left: the diagonal is j = i; otherwise j = i + seqlen_k - seqlen_q (of each sequence).
     aligned: every row of q, k and v starts at a multiple of 16 bytes and no dimension is expanded: what Hopper's copy engine can address.
+    softcap: see `canonical_softcap`. alibi, sinks: whether there are such tensors.
     device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
     """
 
@@ -48,11 +51,19 @@ class Problem:
     capability: tuple[int, int] | None = None
     interpret: bool = False
     aligned: bool = False
+    softcap: float = 0.0
+    alibi: bool = False
+    sinks: bool = False
 
     @property
     def group(self) -> int:
         """Query heads that share one key/value head."""
         return self.heads_q // self.heads_kv if self.heads_kv else 1
+
+    @property
+    def inner(self) -> float:
+        """The factor of a product under the tanh of a softcap: finite in float32, where tanh has long been 1."""
+        return max(-MOST_INNER, min(self.softmax_scale / self.softcap, MOST_INNER))
 
     @property
     def itemsize(self) -> int:
@@ -65,6 +76,15 @@ class Problem:
 
 def default_scale(head_dim: int) -> float:
     return 1.0 / math.sqrt(head_dim)
+
+
+def canonical_softcap(softcap: float | None) -> float:
+    """The cap as kernels read it; 0 is none.
+
+    Within bounds where float32, flushed to 0 below 2^-126, holds cap and scale / cap alike. Below, all scores of a row are equal as far as
+    float32 can tell. Above, cap * tanh(s / cap) is s for all |s| < 2^51: what it takes off, s^3 / (3 cap^2), is less than a rounding of s.
+    """
+    return min(max(float(softcap), LEAST_SOFTCAP), MOST_SOFTCAP) if softcap else 0.0
 
 
 def canonical_window(

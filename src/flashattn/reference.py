@@ -93,20 +93,29 @@ def attention_reference(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """out_i = sum_j p_ij v_j,   p_ij = e^(s_ij - lse_i),   lse_i = ln sum_j e^(s_ij),   s_ij = scale q_i . k_j over the kept keys j.
+    """out_i = sum_j p_ij v_j,   p_ij = e^(s_ij - lse_i),   lse_i = ln (e^sink + sum_j e^(s_ij))   over the kept keys j, where
 
-    A row without keys gives out 0, lse -inf and exactly zero gradients.
+        s_ij = softcap tanh(scale q_i . k_j / softcap) - slope |i + seqlen_k - seqlen_q - j|
+
+    A row without keys gives out 0, lse -inf (or its sink) and exactly zero gradients in q, k and v.
 
     q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, head_dim_v]; with
     layout="bhsd" the two middle dimensions are swapped. Query head h reads key/value head h // (heads_q // heads_kv).
     causal: False, True (bottom-right) or "top-left"; window: (left, right), see `keep_mask`. softmax_scale: default 1 / sqrt(head_dim).
+    softcap: None or 0 for none. alibi_slopes: [heads_q] or [batch, heads_q], None for 0. sinks: [heads_q], None for -inf.
     Returns out [batch, seqlen_q, heads_q, head_dim_v] (in the order of `layout`) and with return_lse also lse, natural logarithm,
-    [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed, and both are differentiable any number of times.
+    [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed but the distance times its slope, and both are
+    differentiable any number of times.
 
-    Source: Vaswani et al., Attention Is All You Need (2017), section 3.2.1.
+    Sources: Vaswani et al., Attention Is All You Need (2017), section 3.2.1; Gemma Team, Gemma 2 (2024), section 2, for the softcap; Press
+    et al., Train Short, Test Long (2021), section 3, for the slopes; Xiao et al., Efficient Streaming Language Models with Attention Sinks
+    (2023), section 3, and OpenAI, gpt-oss (2025), section 2, for a learned sink in the denominator.
     """
     if layout not in ("bshd", "bhsd"):
         raise ValueError(f"layout={layout!r}: expected 'bshd' or 'bhsd'")
@@ -118,15 +127,36 @@ def attention_reference(
 
     keep = keep_mask(q.shape[1], k.shape[1], causal=causal, window=window, device=q.device)
     empty = ~keep.any(dim=-1)
-    scores = einsum(q, k, "b i h d, b j h d -> b h i j") * scale
-    scores = scores.masked_fill(~keep, -math.inf).masked_fill(empty[:, None], 0.0)
-    p = scores.softmax(dim=-1)
+    scores = attention_scores(q, k, scale, softcap=softcap, alibi_slopes=alibi_slopes).masked_fill(~keep, -math.inf)
+    nothing = empty[:, None]  # neither a key nor a sink
+    if sinks is not None:  # one more key, of value 0
+        column = repeat(sinks.to(q.dtype), "h -> b h i 1", b=q.shape[0], i=q.shape[1])
+        nothing = nothing & (column == -math.inf)
+        scores = torch.cat([scores, column], dim=-1)
+    scores = scores.masked_fill(nothing, 0.0)
+    p = scores.softmax(dim=-1)[..., : k.shape[1]]
     out = einsum(p, v, "b h i j, b j h e -> b i h e").masked_fill(empty[:, None, None], 0.0)
     if layout == "bhsd":
         out = rearrange(out, "b s h e -> b h s e")
     if not return_lse:
         return out
-    return out, scores.logsumexp(dim=-1).masked_fill(empty, -math.inf)
+    return out, scores.logsumexp(dim=-1).masked_fill(nothing.squeeze(-1), -math.inf)
+
+
+def attention_scores(q: Tensor, k: Tensor, scale: float, *, softcap: float | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
+    """s_ij [batch, heads, seqlen_q, seqlen_k] of q [batch, seqlen_q, heads, head_dim] and k with as many heads; no mask. As above."""
+    scores = einsum(q, k, "b i h d, b j h d -> b h i j") * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = (scores - alibi_slopes[..., None, None] * distances(q.shape[1], k.shape[1], q.device)).to(q.dtype)
+    return scores
+
+
+def distances(seqlen_q: int, seqlen_k: int, device=None) -> Tensor:
+    """|i + seqlen_k - seqlen_q - j|: how far a key is from the diagonal that ends in the bottom-right corner."""
+    i = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
+    return (i - torch.arange(seqlen_k, device=device)).abs()
 
 
 def attention_varlen_reference(
@@ -139,6 +169,9 @@ def attention_varlen_reference(
     causal: bool | str = False,
     window: tuple[int | None, int | None] | None = None,
     softmax_scale: float | None = None,
+    softcap: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed sequences, each alone: rows cu_seqlens_q[n] : cu_seqlens_q[n + 1] of q see rows cu_seqlens_k[n] : cu_seqlens_k[n + 1] of k, v.
@@ -151,9 +184,11 @@ def attention_varlen_reference(
     if len(cu_q) != len(cu_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_q)} entries and cu_seqlens_k has {len(cu_k)}: expected batch + 1 in both")
     outs, lses = [], []
-    for (q0, q1), (k0, k1) in zip(pairwise(cu_q), pairwise(cu_k), strict=True):
+    options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
+    for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(cu_q), pairwise(cu_k), strict=True)):
         alone = (x[None, a:b] for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
-        out, lse = attention_reference(*alone, causal=causal, window=window, softmax_scale=softmax_scale, return_lse=True)
+        slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        out, lse = attention_reference(*alone, **options, alibi_slopes=slopes, return_lse=True)
         outs.append(out[0])
         lses.append(lse[0])
     tail = q.shape[0] - cu_q[-1]

@@ -19,9 +19,9 @@ class Explanation:
 
     kernels: their names. passed_over: {name: reasons} of the kernels before each in the table. tiles: {pass: row}, without the passes that
     run in plain PyTorch. padded: {pass: (head_dim, head_dim_v)} as these tiles have them. flops and bytes: kept pairs only, and every
-    tensor read or written once. Packed calls have upper bounds, as if each sequence had the maximal lengths, because lengths live on the
-    GPU. gpu: of the roofline's table, or None. bounds: {pass: `roofline.Bound`} on it, none without a GPU. measured_ms: what `measured`
-    was told.
+    tensor of rows read or written once. Packed calls have upper bounds, as if each sequence had the maximal lengths, because lengths live
+    on the GPU. gpu: of the roofline's table, or None. bounds: {pass: `roofline.Bound`} on it, none without a GPU. measured_ms: what
+    `measured` was told.
     """
 
     problem: Problem
@@ -53,6 +53,8 @@ class Explanation:
         ]
         if p.window_left is not None or p.window_right is not None:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
+        variants = [f"softcap {p.softcap:g}"] * bool(p.softcap) + ["ALiBi"] * p.alibi + ["sinks"] * p.sinks
+        lines += [f"  scores with {', '.join(variants)}"] if variants else []
         choices = [(f"kernel of the {direction}", kernel, self.passed_over[direction]) for direction, kernel in self.kernels.items()]
         (_, forward, why), (_, backward, why_backward) = choices
         if forward == backward:  # then the same were passed over, each for what is against it in either pass

@@ -126,6 +126,8 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append(f"made for CUDA devices of compute capability 9.0 (H100, H200), and this is {where}")
     if problem.dtype not in ("float16", "bfloat16"):
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
+    if problem.alibi and problem.top_left:
+        found.append("ALiBi beside a top-left diagonal: it counts both from one diagonal")
     if not problem.aligned:
         found.append("TMA can't address rows that aren't aligned to 16 bytes, nor expanded dimensions")
     if problem.head_dim_v % 8:
@@ -162,6 +164,8 @@ def hopper_backward_reasons(problem: Problem) -> list[str]:
         found.append(f"head_dim {problem.head_dim}: rows of dQ and dK would not be aligned to 16 bytes")
     row = hopper_backward_row(problem)
     rows, block, block_n = problem.total_q if problem.varlen else problem.seqlen_q, row.block_m, row.block_n
+    if problem.softcap and row.wide:
+        found.append("a softcap at head dims above 128: one warpgroup makes ds there, and another has the tanh")
     blocks = rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
     most = MOST_BLOCKS // 2 if row.wide else MOST_BLOCKS
     if blocks * problem.heads_q > most:
@@ -180,7 +184,9 @@ def backward_size(problem: Problem) -> int:
 
 
 def hopper_backward_row(problem: Problem) -> hopper.HopperBackwardConfig:
-    return _hopper_row("backward", backward_size(problem), problem)
+    """A tanh or distances take the registers that a delayed dQ needs: without it spills are a third."""
+    row = _hopper_row("backward", backward_size(problem), problem)
+    return row._replace(delayed=False, fours=False, mask=1) if (problem.softcap or problem.alibi) and not row.wide else row
 
 
 def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig | hopper.HopperBackwardConfig]:

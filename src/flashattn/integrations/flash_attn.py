@@ -9,11 +9,9 @@ What every function here has in common; H query heads, H_kv key/value heads, D h
     causal          a query sees keys up to the diagonal that ends in the bottom-right corner.
     window_size     (left, right): keys kept each side of that diagonal, -1 for no limit; default (-1, -1).
     softcap         cap * tanh(score / cap); 0.0, the default, is none.
-    alibi_slopes    float32 [H] or [batch, H]: adds -slope * |i + seqlen_k - seqlen_q - j|; None is none.
+    alibi_slopes    float32 [H] or [batch, H]: adds -slope * |i + seqlen_k - seqlen_q - j|; None is none. They get no gradient.
     deterministic   gradients that are bitwise equal from run to run.
     return_attn_probs   return (out, softmax_lse, None) instead of out. softmax_lse: float32 [batch, H, seqlen_q], packed [H, total_q].
-
-softcap and alibi_slopes raise NotImplementedError, naming them, as long as `attention` doesn't take them.
 
 What differs from flash-attn: float32 and CPU tensors work; a row without keys has softmax_lse -inf (there: +inf) and out 0; softmax_lse is
 differentiable; the third result, probabilities for tests with dropout, is always None; wrong arguments raise ValueError or TypeError.

@@ -3,9 +3,9 @@
     from flashattn.integrations.transformers import register
     model = AutoModelForCausalLM.from_pretrained(..., attn_implementation=register())
 
-Dense, causal and bidirectional attention, grouped heads, sliding windows, softcap and sinks (as far as `attention` has them), batches
-padded on either side, sequences packed in a row (found by their position_ids, or told by cu_seq_lens_q and cu_seq_lens_k), and caches of
-keys. On a CPU it runs too, in plain PyTorch. Rows of padding get 0 where the attention is causal; "eager" has some number there.
+Dense, causal and bidirectional attention, grouped heads, sliding windows, softcap and sinks; batches padded on either side, sequences
+packed in a row (found by their position_ids, or told by cu_seq_lens_q and cu_seq_lens_k), and caches of keys. On a CPU it runs too, in
+plain PyTorch. Rows of padding get 0 where the attention is causal; "eager" has some number there.
 
 What has no meaning here raises NotImplementedError by its name and never goes to another implementation: dropout in attention, masks of 4
 dimensions, position_bias, and mask functions beyond causal, bidirectional, windows and packing. Attention weights are never returned.

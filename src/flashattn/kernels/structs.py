@@ -29,6 +29,22 @@ class Seqlens(NamedTuple):
     cu_k: object
 
 
+class Extras(NamedTuple):
+    """What scores take besides the products, in float32. Unused members are None, which leaves the kernel without any as it was.
+
+    inner: factor of the products, signed: scale / softcap with a softcap; otherwise, with ALiBi, scale * log2 e. slopes: of ALiBi, in
+    natural units, a pointer to [heads_q] (slopes_stride_b 0) or [batch, heads_q] (heads_q); what `score` is given has the slope of a head
+    there instead, a number in base 2: Extras(extras.inner, slope_of_head(...), None, None, extras.cap_log2). sinks: a pointer to [heads_q],
+    in natural units, read by the forward alone. cap_log2: softcap * log2 e, where there are both a softcap and ALiBi.
+    """
+
+    inner: object = None
+    slopes: object = None
+    slopes_stride_b: object = None
+    sinks: object = None
+    cap_log2: object = None
+
+
 class Spec(NamedTuple):
     """The variant of attention that is compiled."""
 
@@ -37,13 +53,16 @@ class Spec(NamedTuple):
     right: bool  # the window has a right limit (causal: 0)
     top_left: bool
     ragged: bool  # the walked side may end inside a tile
-    sign: int  # of the softmax scale
-    prescaled: bool  # float32: the scale goes into an operand, and then the largest probability of a row is exactly 1
+    sign: int  # of the softmax scale; 1 with a softcap or ALiBi, where `Extras.inner` has it
+    prescaled: bool  # plain float32: the scale goes into an operand, and then the largest probability of a row is exactly 1
     tf32: bool
     grouped: bool  # several query heads share a key/value head; False in a forward, which doesn't ask
     need_dk: bool = False
     need_dv: bool = False
     need_dq: bool = False  # asked by the one kernel that makes all three
+    softcap: bool = False
+    alibi: bool = False
+    sinks: bool = False  # False in a backward, where lse says it all
 
 
 class Tile(NamedTuple):

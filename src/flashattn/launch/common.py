@@ -8,11 +8,12 @@ from contextlib import nullcontext
 
 import torch
 
-from ..kernels.structs import Spec, View
+from ..kernels.structs import Extras, Spec, View
 from ..problem import Problem
 
 WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
 SMALLEST_SCALE = 2.0**-120  # what the GPU may flush to 0 is 0
+LOG2_E = math.log2(math.e)
 
 
 def on_device(tensor):
@@ -33,19 +34,23 @@ def view_of(tensor) -> View:
 
 
 def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_dv=False) -> Spec:
-    """The variant to compile. Nothing in a forward depends on `grouped`, so there it says nothing."""
+    """The variant to compile. Nothing in a forward depends on `grouped`, nor in a backward on `sinks`: there they say nothing."""
+    plain = not problem.softcap and not problem.alibi
     return Spec(
         varlen=problem.varlen,
         left=problem.window_left is not None,
         right=problem.window_right is not None,
         top_left=problem.top_left,
         ragged=problem.varlen or ragged,
-        sign=0 if abs(problem.softmax_scale) < SMALLEST_SCALE else 1 if problem.softmax_scale > 0 else -1,
-        prescaled=problem.dtype == "float32",
+        sign=1 if not plain else 0 if abs(problem.softmax_scale) < SMALLEST_SCALE else 1 if problem.softmax_scale > 0 else -1,
+        prescaled=plain and problem.dtype == "float32",
         tf32=problem.tf32,
         grouped=not forward and problem.group > 1,
         need_dk=need_dk,
         need_dv=need_dv,
+        softcap=bool(problem.softcap),
+        alibi=problem.alibi,
+        sinks=forward and problem.sinks,
     )
 
 
@@ -54,8 +59,24 @@ def totals(problem: Problem) -> tuple[int, int]:
 
 
 def scale_log2(problem: Problem) -> float:
-    scale = abs(problem.softmax_scale)
-    return 1.0 if scale < SMALLEST_SCALE else scale * math.log2(math.e)
+    """The factor of raw scores: see kernels/common/score.py."""
+    if problem.alibi:
+        return 1.0
+    scale = problem.softcap or abs(problem.softmax_scale)
+    return 1.0 if scale < SMALLEST_SCALE else scale * LOG2_E
+
+
+def extras_of(problem: Problem, slopes, sinks=None) -> Extras:
+    """slopes and sinks are float32 and contiguous, or None."""
+    inner = cap_log2 = stride = None
+    if problem.softcap:
+        inner = problem.inner
+    elif problem.alibi:
+        inner = problem.softmax_scale * LOG2_E
+    if problem.alibi:
+        stride = problem.heads_q if slopes.dim() == 2 else 0
+        cap_log2 = problem.softcap * LOG2_E if problem.softcap else None
+    return Extras(inner, slopes, stride, sinks, cap_log2)
 
 
 def lanes_and_slots(problem: Problem, block: int, over_keys: bool = False) -> tuple[int, int]:
@@ -87,15 +108,49 @@ def results(problem: Problem, q):
 
 
 def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> bool:
-    """A dense diagonal tells. Packed lengths are on the GPU, so any limit may leave a row nothing, unless one tensor serves both sides."""
+    """A dense diagonal tells. Packed lengths are on the GPU, so any limit may leave a row nothing, unless one tensor serves both sides.
+
+    Rows of sequences without any key count only where there are sinks: no tile visits them, but the gradient of the sinks sums over them.
+    """
     if problem.varlen:
-        limited = problem.window_left is not None or problem.window_right is not None
+        limited = problem.sinks or problem.window_left is not None or problem.window_right is not None
         return limited and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr()
+    if problem.sinks and not problem.seqlen_k:
+        return True
     limit = problem.window_left if problem.top_left else problem.window_right
     return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
 
 
-def without_empty_rows(lse, dout, dlse):
+def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k):
+    """bool, like lse or broadcast along its heads. A sink gives such rows an lse, so then their positions have to tell."""
+    if not problem.sinks:
+        return lse == float("-inf")
+    row = torch.arange(lse.shape[-1], device=lse.device)
+    rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
+    if problem.varlen:
+        starts_q, ends_q = cu_seqlens_q[:-1].long(), cu_seqlens_q[1:].long()
+        sequence = torch.searchsorted(ends_q, row, right=True)
+        # rows past the end are a sequence more, which has no keys
+        lengths_k = torch.nn.functional.pad(cu_seqlens_k.diff().long(), (0, 1))[sequence]
+        lengths_q, first = (torch.nn.functional.pad(x, (0, 1))[sequence] for x in (ends_q - starts_q, starts_q))
+        row, rows_q, rows_k = row - first, lengths_q, lengths_k
+    position = row if problem.top_left else row + (rows_k - rows_q)
+    empty = torch.zeros_like(row, dtype=torch.bool) | (row * 0 + rows_k <= 0)
+    if problem.window_left is not None:
+        empty |= position - problem.window_left >= rows_k
+    if problem.window_right is not None:
+        empty |= position + problem.window_right < 0
+    return empty
+
+
+def without_rows(empty, dout, dlse):
     """Gradients that arrive for rows without keys (NaN after a normalisation, say) end here: a probability of 0 would keep a NaN."""
-    empty = lse == float("-inf")
-    return dout.masked_fill(empty.transpose(-1, -2).unsqueeze(-1), 0.0), None if dlse is None else dlse.masked_fill(empty, 0.0)
+    rows = empty.unsqueeze(-1) if empty.dim() == 1 else empty.transpose(-1, -2)
+    return dout.masked_fill(rows.unsqueeze(-1), 0.0), None if dlse is None else dlse.masked_fill(empty, 0.0)
+
+
+def sinks_gradient(sinks, lse, delta):
+    """-sum over rows of e^(sink - lse) delta, as of a key of value 0: [batch, heads_q], or [1, heads_q] of a packed call. delta is
+    rowsum(dO * out) - dlse of all rows. Those past the end of a packed batch have no sink, and an lse of -inf."""
+    share = torch.where(lse == float("-inf"), 0.0, torch.exp(sinks.unsqueeze(-1) - lse) * delta)
+    return share.sum(-1).neg_().view(-1, sinks.shape[0])

@@ -17,7 +17,7 @@ from ..kernels.hopper.layouts import Tile
 from ..kernels.structs import Seqlens
 from ..problem import Problem
 from .cache import run, stream_of
-from .common import contiguous_rows, on_device, results, scale_log2, spec_of, totals, walk_order
+from .common import contiguous_rows, extras_of, on_device, results, scale_log2, spec_of, totals, walk_order
 from .hopper_backward import backward
 from .maps import described
 
@@ -120,7 +120,7 @@ def _counter(device: torch.device) -> torch.Tensor:
     return counter
 
 
-def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter):
+def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes=None, sinks=None):
     """(kernel, grid, arguments, options): what `forward` launches and what is compiled ahead of time in tests."""
     tile = _tile(problem, config)
     spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True)
@@ -131,22 +131,31 @@ def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu
         out if problem.varlen else described(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
         counter if tile.tickets else None, *totals(problem), problem.batch, problem.heads_q, problem.group,
         slots, lanes, wave, slots * wave, slots * lanes, *window,
-        scale_log2(problem), spec, tile,
+        scale_log2(problem), extras_of(problem, slopes, sinks), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": REGISTERS[config.consumers][2], "enable_fp_fusion": True}
     return attn_fwd_hopper, (min(_multiprocessors(q.device), slots * lanes),), args, options
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, token=None):
-    """(out, lse) of attention. token: see portable.forward."""
+def _lse_without_keys(problem: Problem, lse, cu_seqlens_q, sinks):
+    """Of a call without keys: -inf, or the sinks in all rows but those past the end of a packed batch."""
+    lse.fill_(float("-inf")) if sinks is None else lse.copy_(sinks.unsqueeze(-1).expand_as(lse))
+    if problem.varlen and sinks is not None:
+        lse.masked_fill_(torch.arange(lse.shape[-1], device=lse.device) >= cu_seqlens_q[-1], float("-inf"))
+    return lse
+
+
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, token=None):
+    """(out, lse) of attention. slopes, sinks, token: see portable.forward."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)
     if k.numel() == 0:  # a tensor map of nothing can't be made
-        return out.zero_(), lse.fill_(float("-inf"))
+        return out.zero_(), _lse_without_keys(problem, lse, cu_seqlens_q, sinks)
     if out.numel() > 0:
         config = _rows_of(problem)["forward"]
         with on_device(q):
-            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, _counter(q.device) if config.tickets else None)
+            counter = _counter(q.device) if config.tickets else None
+            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes, sinks)
             run("hopper", problem, tensors, partial(forward_launch, problem, config, *tensors), token)
     return out, lse

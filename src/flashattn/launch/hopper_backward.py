@@ -20,15 +20,18 @@ from ..kernels.structs import Seqlens, Tile
 from ..problem import Problem
 from .cache import run
 from .common import (
+    LOG2_E,
     contiguous_rows,
+    extras_of,
     lanes_and_slots,
     may_have_rows_without_keys,
     on_device,
+    rows_without_keys,
     scale_log2,
     spec_of,
     totals,
     view_of,
-    without_empty_rows,
+    without_rows,
 )
 from .maps import described, flat
 
@@ -124,9 +127,9 @@ def after_launch(problem: Problem, config: HopperBackwardConfig, sums, dq, cu_se
 
 
 def backward_launch(
-    problem: Problem, config: HopperBackwardConfig, q, k, v, dout, numbers, sums, dk, dv, turns, cu_seqlens_q, cu_seqlens_k
+    problem: Problem, config: HopperBackwardConfig, q, k, v, dout, numbers, sums, dk, dv, turns, cu_seqlens_q, cu_seqlens_k, slopes=None
 ):
-    """v, sums (of dQ), dk, dv and turns may be None."""
+    """v, sums (of dQ), dk, dv, turns and slopes may be None."""
     tile = _tile(problem, config, sums is not None, starts_from_delta(config, (sums, dk, dv)))
     spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, need_dk=dk is not None, need_dv=dv is not None)
     spec = spec._replace(need_dq=sums is not None)
@@ -137,7 +140,8 @@ def backward_launch(
         described(q, tile.m, d), described(k, 64, d), described(v, 64, dv_width), described(dout, tile.m, dv_width),
         flat(numbers, 1, 2 * tile.m), flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
         *totals(problem), problem.batch, problem.heads_kv, problem.group, lanes, wave, slots * wave, blocks_of(problem, tile.m)[0],
-        problem.window_left or 0, problem.window_right or 0, problem.softmax_scale, scale_log2(problem), spec, tile,
+        problem.window_left or 0, problem.window_right or 0, problem.softmax_scale, scale_log2(problem),
+        extras_of(problem, slopes), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": FIRST_REGISTERS, "enable_fp_fusion": True}
     return attn_bwd_hopper, (slots * lanes,), args, options
@@ -152,44 +156,72 @@ def _addressable(tensor):
     return tensor
 
 
-def _launch_all(problem: Problem, config: HopperBackwardConfig, dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_q, cu_k) -> None:
+def _sinks_gradient(problem: Problem, config: HopperBackwardConfig, negative: bool, numbers, sinks):
+    """Of each batch entry, from lse and delta as the pass before has stored them. Rows that don't exist have a delta of 0."""
+    blocks, _ = blocks_of(problem, config.block_m)
+    lse, delta = numbers.view(-1, problem.heads_q, blocks, 2, config.block_m).unbind(3)
+    share = torch.where(delta == 0, 0.0, torch.exp2(sinks[:, None, None] * LOG2_E - lse) * delta).sum((2, 3))
+    return share if negative else share.neg_()
+
+
+def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dlse, q, k, v, out, lse, cu_q, cu_k, slopes, sinks):
+    """(dq, dk, dv, dsinks) of tensors as tensor maps can address them."""
+    need_dq, need_dk, need_dv, need_dsinks = needs
+    dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if need_dq else None
+    dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_dk else None
+    dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device) if need_dv else None
     blocks, lanes = blocks_of(problem, config.block_m)
     device, d = q.device, hopper_padded(problem, "backward")[0]
     negative = starts_from_delta(config, (dq, dk, dv))
-    numbers = torch.empty(blocks * lanes, 2 * config.block_m, dtype=torch.float32, device=device)
-    sums = turns = None
+    # a packed batch has numbers of blocks that nobody uses
+    allocate = torch.zeros if need_dsinks and problem.varlen else torch.empty
+    numbers = allocate(blocks * lanes, 2 * config.block_m, dtype=torch.float32, device=device)
+    sums = turns = dsinks = None
     if dq is not None:
         sums = torch.empty(blocks * lanes * config.block_m, d, dtype=torch.float32, device=device)
         if problem.deterministic:
             turns = torch.empty(blocks * lanes, 2, dtype=torch.int32, device=device)
     if dq is None and dk is None:
-        v = out = dlse = None
+        v = None
+        if not need_dsinks:
+            out = dlse = None
     tensors = (lse, out, None if out is None else dout, dlse, numbers, sums, turns, cu_q)
     run(f"hopper before {negative}", problem, tensors, partial(before_launch, problem, config, negative, *tensors))
-    tensors = (q, k, v, dout, numbers, sums, dk, dv, turns, cu_q, cu_k)
-    run("hopper backward", problem, tensors, partial(backward_launch, problem, config, *tensors))
+    if need_dsinks:
+        dsinks = _sinks_gradient(problem, config, negative, numbers, sinks)
+    if need_dq or need_dk or need_dv:
+        tensors = (q, k, v, dout, numbers, sums, dk, dv, turns, cu_q, cu_k, slopes)
+        run("hopper backward", problem, tensors, partial(backward_launch, problem, config, *tensors))
     if dq is not None:
         tensors = (sums, dq, cu_q)
         run("hopper after", problem, tensors, partial(after_launch, problem, config, *tensors))
+    return dq, dk, dv, dsinks
 
 
-def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
-    """(dq, dk, dv): see portable.backward."""
-    need_dq, need_dk, need_dv = needs
+def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None):
+    """(dq, dk, dv, dsinks): see portable.backward."""
     q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
     v = v if v is None else contiguous_rows(v)
     if dout is None:
         dout = torch.zeros(1, dtype=q.dtype, device=q.device).expand(*q.shape[:-1], problem.head_dim_v)
+    owed = None  # to sinks, by rows without keys, whose lse they are
     if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
-        dout, dlse = without_empty_rows(lse, dout, dlse)
+        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k)
+        if needs[3] and dlse is not None:
+            owed = torch.where(empty & (lse > float("-inf")), dlse, 0.0).sum(-1).view(-1, problem.heads_q)
+        dout, dlse = without_rows(empty, dout, dlse)
     dout = _addressable(dout)
     dlse = None if dlse is None else dlse.contiguous()
     with on_device(q):
-        dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if need_dq else None
-        dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_dk else None
-        dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device) if need_dv else None
         if q.numel() == 0 or k.numel() == 0:  # a tensor map of nothing can't be made
-            return tuple(None if x is None else x.zero_() for x in (dq, dk, dv))
-        out = None if out is None else _addressable(out)
-        _launch_all(problem, _rows_of(problem), dout, dlse, q, k, v, out, lse, dq, dk, dv, cu_seqlens_q, cu_seqlens_k)
-    return dq, dk, dv
+            like = (q, k, k.new_empty(*k.shape[:-1], problem.head_dim_v))
+            found = [
+                torch.zeros_like(x, memory_format=torch.contiguous_format) if need else None for x, need in zip(like, needs, strict=False)
+            ]
+            dsinks = torch.zeros(1, problem.heads_q, device=q.device) if needs[3] else None
+        else:
+            out = None if out is None else _addressable(out)
+            *found, dsinks = _launch_all(
+                problem, _rows_of(problem), needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks
+            )
+    return *found, dsinks if owed is None or dsinks is None else dsinks + owed

@@ -18,15 +18,18 @@ from ..problem import Problem
 from .cache import run
 from .common import (
     contiguous_rows,
+    extras_of,
     may_have_rows_without_keys,
     on_device,
     results,
+    rows_without_keys,
     scale_log2,
+    sinks_gradient,
     spec_of,
     totals,
     view_of,
     walk_order,
-    without_empty_rows,
+    without_rows,
 )
 
 _rows_of = lru_cache(maxsize=1024)(portable_rows)
@@ -59,12 +62,13 @@ def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], t
     return (slots * lanes,), (*totals(problem), problem.batch, problem.heads_q, problem.heads_kv, wave, *window)
 
 
-def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k):
+def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None):
     """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(out)
     spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True), _tile(problem, config, *views)
-    args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, scale_log2(problem), spec, tile)
+    extras = extras_of(problem, slopes, sinks)
+    args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), extras, *sizes, scale_log2(problem), spec, tile)
     return attn_fwd, grid, args, _options(config)
 
 
@@ -75,7 +79,7 @@ def delta_launch(problem: Problem, config, out, dout, dlse, delta):
     return attn_bwd_delta, (-(-total // config.block_m) * batch * problem.heads_q,), args, _options(config)
 
 
-def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k):
+def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, slopes=None):
     """dk or dv may be None. v and delta are for dk alone."""
     if dk is None:
         v = delta = None
@@ -84,52 +88,64 @@ def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_
     spec = spec_of(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
     tile = _tile(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
-        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes,
+        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes), *sizes,
         problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
     return attn_bwd_dkdv, grid, args, _options(config)
 
 
-def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k):
+def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes=None):
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(dout)
     dq_view = view_of(dq)
     spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views, dq_view)
     args = (
-        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), *sizes, problem.softmax_scale, scale_log2(problem), spec, tile,
+        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes), *sizes,
+        problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
     return attn_bwd_dq, grid, args, _options(config)
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, token=None):
-    """(out, lse) of attention. token: for a caller that has made this call before, with contiguous rows, what tells it from others."""
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, token=None):
+    """(out, lse) of attention. slopes, sinks: float32 and contiguous. token: for a caller that has made this call before, with contiguous
+    rows, what tells it from others."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)
     with on_device(q):
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks)
         run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), token)
     return out, lse
 
 
-def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None):
-    """(dq, dk, dv), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None."""
-    need_dq, need_dk, need_dv = needs
+def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None):
+    """(dq, dk, dv, dsinks), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None.
+
+    dsinks: float32, of each batch entry, see `sinks_gradient`.
+    """
+    need_dq, need_dk, need_dv, need_dsinks = needs
     q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
     v = v if v is None else contiguous_rows(v)
     if dout is None:  # one row of zeros serves all
         dout = torch.zeros(problem.head_dim_v, dtype=q.dtype, device=q.device).expand(*q.shape[:-1], -1)
     dout = contiguous_rows(dout)
+    empty = None
     if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
-        dout, dlse = without_empty_rows(lse, dout, dlse)
+        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k)
+        dout, masked_dlse = without_rows(empty, dout, dlse)
+        dlse = dlse if need_dsinks else masked_dlse  # lse is the sink there, so the sink is owed what comes
     rows = _rows_of(problem)
-    delta = dq = dk = dv = None
+    delta = dq = dk = dv = dsinks = None
     with on_device(q):
-        if need_dq or need_dk:
+        if need_dq or need_dk or need_dsinks:
             delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
             dlse = None if dlse is None else dlse.contiguous()
             tensors = (contiguous_rows(out), dout, dlse, delta)
             run("delta", problem, tensors, partial(delta_launch, problem, rows["delta"], *tensors))
+        if need_dsinks:
+            dsinks = sinks_gradient(sinks, lse, delta)
+            if empty is not None and dlse is not None:
+                delta.masked_fill_(empty, 0.0)
         if need_dk:
             dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         if need_dv:
@@ -137,10 +153,10 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
         for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
             if name in rows and outputs != (None, None):
                 for_dk = (v, delta) if outputs[0] is not None else (None, None)
-                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k)
+                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k, slopes)
                 run(name, problem, tensors, partial(dkdv_launch, problem, rows[name], *tensors))
         if need_dq:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k)
+            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes)
             run("dq", problem, tensors, partial(dq_launch, problem, rows["dq"], *tensors))
-    return dq, dk, dv
+    return dq, dk, dv, dsinks

@@ -5,8 +5,8 @@
 Work whose intensity is above the ridge is bound by arithmetic, below it by memory. Nothing is promised: both limits are reached at once
 only by a kernel that overlaps its loads and its products perfectly and moves each tensor once.
 
-Surprising fact: the ridge has grown with every generation (A100 153, H100 295 FLOP/byte in bf16), so code that was bound by arithmetic on
-one GPU may be bound by memory on the next.
+Surprising fact: the ridge doubled in one generation (A100 153, H100 295 FLOP/byte in bf16), so code that was bound by arithmetic on one GPU
+may be bound by memory on the next; then it fell again (H200 206, B200 281).
 
 Source: Williams, Waterman and Patterson, Roofline: an insightful visual performance model for multicore architectures (2009), section 3.
 """
@@ -34,8 +34,8 @@ class Bound:
 
     @property
     def binds(self) -> str:
-        """Which side takes longer: "compute" or "memory"."""
-        return "compute" if self.compute_s > self.memory_s else "memory"
+        """Which side takes longer: "compute" or "memory"; at the ridge itself "compute", as `smallest_rows` has it."""
+        return "memory" if self.memory_s > self.compute_s else "compute"
 
     @property
     def attainable(self) -> float:

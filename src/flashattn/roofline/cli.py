@@ -4,6 +4,7 @@ Surprising fact: only `measure` needs a GPU. All others answer for any GPU of th
 """
 
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import wraps
@@ -18,7 +19,7 @@ from rich.table import Table as RichTable
 from . import gpus as gpu_table
 from . import model as models
 from . import report
-from .work import ITEMSIZE, check_sizes
+from .work import ITEMSIZE, check_positive, check_sizes
 
 ATTENTION_DTYPES = ("bfloat16", "float16", "float32", "tf32")
 PLAIN_WIDTH = 160  # of what goes into a file or a pipe
@@ -36,10 +37,12 @@ def show(answer: report.Answer, as_json: bool) -> None:
         console.print(table.title, markup=False)
         shown = RichTable(box=box.SIMPLE_HEAD, pad_edge=False)
         for index, name in enumerate(table.header):
-            shown.add_column(name, justify="right" if index and table.header[-1] != "how much" else "left")
+            words = " ".join((name, *(row[index] for row in table.rows))).split()
+            justify = "right" if index and table.header[-1] != "how much" else "left"
+            shown.add_column(name, justify=justify, min_width=max(map(len, words)))  # a narrow terminal breaks lines, and no digit is lost
         for row in table.rows:
             shown.add_row(*row)
-        console.print(shown)
+        console.print(shown, crop=False)
     for note in answer.notes:
         console.print(note, markup=False)
 
@@ -70,19 +73,22 @@ def choose_gpu(name: str | None, peak: float | None, bandwidth: float | None) ->
 def numbers(text: str) -> tuple[int, ...]:
     """'1,64,4k' -> (1, 64, 4096); ValueError for anything else."""
     try:
-        return tuple(int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",") if part)
+        found = tuple(int(part[:-1]) * 1024 if part.endswith("k") else int(part) for part in text.split(",") if part)
     except ValueError:
-        raise ValueError(f"{text!r}: expected whole numbers separated by commas, as 512,4k") from None
+        found = ()
+    if not found:
+        raise ValueError(f"{text!r}: expected whole numbers separated by commas, as 512,4k")
+    return found
 
 
-def command(*options, dtypes: tuple[str, ...] = ATTENTION_DTYPES, gpu: bool = True) -> Callable:
-    """A command that gives an `Answer`, with the options that all have: --json, --dtype and what says which GPU."""
+def command(*options, dtypes: tuple[str, ...] = ATTENTION_DTYPES, gpu: Callable | None = choose_gpu) -> Callable:
+    """A command that gives an `Answer`, with the options that all have: --json, --dtype and, for `gpu` to choose by, those of a GPU."""
 
     def decorate(function: Callable) -> Callable:
         @wraps(function)
         def run(as_json: bool, gpu_name: str | None = None, peak: float | None = None, bandwidth: float | None = None, **rest) -> None:
             if gpu:
-                rest["gpu"] = choose_gpu(gpu_name, peak, bandwidth)
+                rest["gpu"] = gpu(gpu_name, peak, bandwidth)
             show(function(**rest), as_json)
 
         common = [click.option("--dtype", type=click.Choice(dtypes), default="bfloat16", show_default=True, help="of the products")]
@@ -105,7 +111,7 @@ def cli() -> None:
     """How close to the hardware: GPUs, operations, models, utilisation, the laboratory of attention, and measured kernels."""
 
 
-@command(dtypes=tuple(ITEMSIZE), gpu=False)
+@command(dtypes=tuple(ITEMSIZE), gpu=None)
 def gpus_command(dtype: str) -> report.Answer:
     """The table of GPUs: dense peaks, memory, caches and sources."""
     return report.gpus(gpu_table.GPUS, dtype)
@@ -121,12 +127,11 @@ def ops_command(gpu, dtype: str) -> report.Answer:
     click.option("--name", "preset", type=click.Choice(models.MODELS), help="a known model; default llama3-8b unless --width is given"),
     *(click.option(f"--{name}", type=int, help=text) for name, text in
       (("width", "C"), ("heads", "H"), ("layers", "L"), ("vocab", "V"), ("heads-kv", "of keys and values; default H"),
-       ("hidden", "of the MLP; default 4 C"))),
-    click.option("--gates", type=int, default=1, help="2: SwiGLU, 1: GELU"),
+       ("hidden", "of the MLP; default 4 C"), ("gates", "2: SwiGLU, 1: GELU (default)"))),
     click.option("--tokens", default="1,64,4096", show_default=True, help="of a forward pass, M"),
     dtypes=tuple(ITEMSIZE),
 )  # fmt: skip
-def model_command(gpu, dtype: str, preset: str | None, tokens: str, gates: int, **sizes) -> report.Answer:
+def model_command(gpu, dtype: str, preset: str | None, tokens: str, **sizes) -> report.Answer:
     """Work of a forward pass through all matrix products, and from how many tokens on it is bound by compute."""
     given = {name: size for name, size in sizes.items() if size is not None}
     if preset and given:
@@ -135,7 +140,7 @@ def model_command(gpu, dtype: str, preset: str | None, tokens: str, gates: int, 
         missing = [name for name in ("width", "heads", "layers", "vocab") if name not in given]
         if missing:
             raise ValueError(f"a model needs --{', --'.join(missing)} too")
-        return report.model("model", models.Transformer(**given, gates=gates), numbers(tokens), gpu, gpu_table.GPUS, dtype)
+        return report.model("model", models.Transformer(**given), numbers(tokens), gpu, gpu_table.GPUS, dtype)
     preset = preset or "llama3-8b"
     return report.model(preset, models.MODELS[preset], numbers(tokens), gpu, gpu_table.GPUS, dtype)
 
@@ -154,6 +159,7 @@ def model_command(gpu, dtype: str, preset: str | None, tokens: str, gates: int, 
 def mfu_command(gpu, dtype: str, parameters: float, count: int, **rest) -> report.Answer:
     """Model FLOPs utilisation of a training run, with and without the attention term."""
     check_sizes(gpus=count)
+    check_positive(parameters=parameters, tokens=rest["tokens"], tokens_per_second=rest["tokens_per_second"])
     return report.utilisation(round(parameters), gpu, count, dtype, **rest)
 
 
@@ -175,6 +181,12 @@ def lab_command(gpu, dtype: str, tally: bool, **sizes) -> report.Answer:
     return report.laboratory(**sizes, gpu=gpu, dtype=dtype)
 
 
+def measured_gpu(name: str | None, peak: float | None, bandwidth: float | None) -> gpu_table.GPU | None:
+    """As `choose_gpu`, but what is measured is held against no default: None where nothing is told of a GPU that isn't in the table."""
+    told = any(option is not None for option in (name, peak, bandwidth))
+    return choose_gpu(name, peak, bandwidth) if told else current_gpu()
+
+
 @command(
     click.option("--batch", type=int, default=4, show_default=True),
     click.option("--seqlen", type=int, default=4096, show_default=True),
@@ -188,9 +200,13 @@ def lab_command(gpu, dtype: str, tally: bool, **sizes) -> report.Answer:
     click.option("--slice-ms", type=float, default=25.0, show_default=True, help="of back-to-back calls in one turn"),
     click.option("--out", type=click.Path(path_type=Path), help="also write the numbers here, for `plot --measured`"),
     dtypes=("bfloat16", "float16", "float32"),
+    gpu=measured_gpu,
 )
 def measure_command(gpu, dtype: str, out: Path | None, **rest) -> report.Answer:
-    """Time kernels of ours or of others and place them on the roofline of the data sheet and of what this GPU reaches."""
+    """Time kernels of ours or of others and place them on the roofline of the data sheet and of what this GPU reaches.
+
+    Without --gpu a GPU that the table doesn't know has no data sheet, only what it reaches.
+    """
     document = timed(gpu, dtype, cuda(), **rest)
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -214,8 +230,9 @@ def timed(gpu, dtype, device, batch, seqlen, heads, heads_kv, head_dim, causal, 
     from . import gate, measure, peers, timing
     from .workload import DIRECTIONS, square
 
-    heads_kv, passes = heads_kv or heads, tuple(passes.split(","))
-    check_sizes(batch=batch, seqlen=seqlen, heads=heads, heads_kv=heads_kv, head_dim=head_dim)
+    heads_kv, passes = heads if heads_kv is None else heads_kv, tuple(passes.split(","))
+    check_sizes(batch=batch, seqlen=seqlen, heads=heads, heads_kv=heads_kv, head_dim=head_dim, rounds=rounds)
+    check_positive(slice_ms=slice_ms)
     if heads % heads_kv:
         raise ValueError(f"heads={heads}: expected a multiple of heads_kv={heads_kv}")
     if unknown := set(passes) - set(DIRECTIONS):
@@ -234,7 +251,7 @@ def timed(gpu, dtype, device, batch, seqlen, heads, heads_kv, head_dim, causal, 
         )  # fmt: skip
     states["after"] = timing.gpu_state(device)
     sizes = {"name": name, "batch": batch, "seqlen": seqlen, "heads": heads, "heads_kv": heads_kv, "head_dim": head_dim, "causal": causal}
-    where = {"gpu": gpu.name, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "gpu_state": states}
+    where = {"gpu": gpu and gpu.name, "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU", "gpu_state": states}
     return {"workload": sizes | {"dtype": dtype}, **where, "passes": found}
 
 
@@ -243,7 +260,7 @@ def timed(gpu, dtype, device, batch, seqlen, heads, heads_kv, head_dim, causal, 
 @click.option("--peak", type=float, help="TFLOP/s, instead of that GPU's")
 @click.option("--bandwidth", type=float, help="TB/s, instead of that GPU's")
 @click.option("--dtype", type=click.Choice(ATTENTION_DTYPES), default="bfloat16", show_default=True)
-@click.option("--measured", type=click.Path(exists=True, path_type=Path), multiple=True, help="a file of `measure --out`; may be repeated")
+@click.option("--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True, help="from `measure --out`")
 @click.option("--out", type=click.Path(path_type=Path), default=Path("roofline.png"), show_default=True, help=".png or .svg")
 def plot_command(gpu_name, peak, bandwidth, dtype, measured, out) -> None:
     """The roofline as a picture: operations, and measured kernels where there are some."""
@@ -251,22 +268,25 @@ def plot_command(gpu_name, peak, bandwidth, dtype, measured, out) -> None:
 
     points, ceilings = [], None
     for path in measured:
-        document = json.loads(path.read_text(encoding="utf-8"))
-        for direction, found in document["passes"].items():
-            points += [plot.Point(f"{p['name']} {direction}", p["intensity"], p["tflops"] * 1e12) for p in found["placed"]]
-            reached = found["ceilings"]
-            if reached["peak"] and reached["bandwidth"]:
-                ceilings = reached["peak"], reached["bandwidth"]
+        try:
+            for direction, found in json.loads(path.read_text(encoding="utf-8"))["passes"].items():
+                points += [plot.Point(f"{p['name']} {direction}", p["intensity"], p["tflops"] * 1e12) for p in found["placed"]]
+                reached = found["ceilings"]
+                if reached["peak"] and reached["bandwidth"]:
+                    ceilings = reached["peak"], reached["bandwidth"]
+        except (ValueError, TypeError, KeyError, AttributeError):
+            raise ValueError(f"{path}: expected a file of `measure --out`") from None
     click.echo(f"wrote {plot.save(plot.roofline(choose_gpu(gpu_name, peak, bandwidth), dtype, points, ceilings), out)}")
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Exit code: 0, or 2 with one line on stderr."""
+    """Exit code: 0, or 2 with one line on stderr. Without arguments it helps."""
+    argv = (sys.argv[1:] if argv is None else argv) or ["--help"]
     try:
         return cli.main(argv, prog_name="python -m flashattn.roofline", standalone_mode=False) or 0
     except click.ClickException as error:
         complaint = error.format_message()
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError, OSError) as error:
         complaint = str(error)
     except click.Abort:
         complaint = "interrupted"

@@ -9,6 +9,7 @@ measured matmul is 70 to 85 % of it. That is why `measure` times a matmul and a 
 """
 
 import difflib
+import re
 from dataclasses import dataclass
 
 KB, MB, GB, TB, TFLOPS = 1024, 1024**2, 10**9, 10**12, 10**12  # caches are counted in powers of two, memory and speeds in powers of ten
@@ -21,7 +22,8 @@ class GPU:
     peaks: {dtype: FLOP/s of dense matrix products, fp32 accumulation}; "tf32" is float32 rounded to 10 bits of mantissa, "float32" runs
     on the ordinary cores. memory and bandwidth: bytes and bytes/s of device memory. sms: how many SMs, or compute units. smem_per_sm and
     smem_per_block: bytes of shared memory that an SM has and that one program may ask for. registers_per_sm, l2: bytes. marks: what
-    torch's name of the device has in it, all of them. source: the document. capability: of NVIDIA GPUs, else None.
+    torch's name of the device has in it, all of them. source: the document; no document has the L2 of an H200 nor the SMs and the L2 of
+    Blackwell, which are what the driver says. capability: of NVIDIA GPUs, else None.
     """
 
     name: str
@@ -69,21 +71,23 @@ GPUS = tuple(
     _row(*row)
     for row in (
         ("A100 40GB", (312, None, 156, 19.5), 40, 1555, 108, 164, 256, 40, ("A100", "40GB"), A100_SHEET, (8, 0)),
-        ("A100 80GB PCIe", (312, None, 156, 19.5), 80, 1935, 108, 164, 256, 40, ("A100", "80GB", "PCIe"), A100_SHEET, (8, 0)),
+        ("A100 80GB PCIe", (312, None, 156, 19.5), 80, 1935, 108, 164, 256, 40, ("A100", "PCIe"), A100_SHEET, (8, 0)),
         ("A100 80GB", (312, None, 156, 19.5), 80, 2039, 108, 164, 256, 40, ("A100",), A100_SHEET, (8, 0)),
         ("H100 PCIe", (756, 1513, 378, 51), 80, 2000, 114, 228, 256, 50, ("H100", "PCIe"), H100_SHEET, (9, 0)),
         ("H100 NVL", (835, 1671, 417, 60), 94, 3900, 132, 228, 256, 50, ("H100", "NVL"), H100_SHEET, (9, 0)),
         ("H100 SXM", (989, 1979, 494, 67), 80, 3350, 132, 228, 256, 50, ("H100",), H100_SHEET, (9, 0)),
-        ("H200 NVL", (835, 1671, 417, 60), 141, 4800, 132, 228, 256, 50, ("H200", "NVL"), H200_SHEET, (9, 0)),
-        ("H200", (989, 1979, 494, 67), 141, 4800, 132, 228, 256, 50, ("H200",), H200_SHEET, (9, 0)),
-        ("GB200", (2500, 5000, 1250, 80), 186, 8000, 148, 228, 256, 126, ("GB200",), B200_SHEET, (10, 0)),
+        ("H200 NVL", (835, 1671, 417, 60), 141, 4800, 132, 228, 256, 60, ("H200", "NVL"), H200_SHEET, (9, 0)),
+        ("H200", (989, 1979, 494, 67), 141, 4800, 132, 228, 256, 60, ("H200",), H200_SHEET, (9, 0)),
+        ("GB200", (2500, 5000, 1250, 80), 186, 8000, 152, 228, 256, 126, ("GB200",), B200_SHEET, (10, 0)),
         ("B200", (2250, 4500, 1100, 75), 180, 8000, 148, 228, 256, 126, ("B200",), B200_SHEET, (10, 0)),
         ("L40S", (362, 733, 183, 91.6), 48, 864, 142, 100, 256, 96, ("L40S",), L40S_SHEET, (8, 9)),
         ("RTX 4090", (165.2, 330.3, 82.6, 82.6), 24, 1008, 128, 100, 256, 72, ("RTX 4090",), ADA_PAPER, (8, 9)),
         ("MI300X", (1307.4, 2614.9, 653.7, 163.4), 192, 5300, 304, 64, 512, 32, ("MI300X",), AMD_SHEET, None),
     )
 )
-UNLIKE = {"laptop", "d", "mig"}  # words of a device's name that make it another, smaller GPU
+UNLIKE = {"laptop", "d", "mig", "grid"}  # words of a device's name that make it another, smaller GPU
+SLICE = re.compile(r" \d+[abcq] ")  # so does a profile of a virtual GPU: "NVIDIA A100-10C"
+SIZE = re.compile(r" (\d+) ?gb? ")  # memory that a device's name tells: "A100-SXM-64GB" is no A100 80GB
 DEFAULT = "H100 SXM"  # that tables are printed for where no GPU was named and none is there
 
 
@@ -109,11 +113,14 @@ def find(name: str) -> GPU:
 
 
 def detect(device_name: str) -> GPU | None:
-    """The first row whose marks are all in device_name, torch's name of a device; None for one that isn't in the table, or a part (MIG)."""
-    plain = f" {device_name.replace('-', ' ').replace('_', ' ')} ".lower()
-    if UNLIKE & set(plain.split()):
+    """The first row whose marks are all in device_name, torch's name of a device; None for one that isn't in the table, or a part of one
+    (MIG, a virtual GPU), or one whose name tells another size of memory."""
+    plain = SIZE.sub(r" \1gb ", f" {' '.join(re.split(r'[-_ ]+', device_name.strip()))} ".lower())
+    if UNLIKE & set(plain.split()) or SLICE.search(plain):
         return None
-    return next((gpu for gpu in GPUS if all(f" {mark.lower()} " in plain for mark in gpu.marks)), None)
+    size = SIZE.search(plain)
+    fitting = (gpu for gpu in GPUS if size is None or float(size[1]) * GB == gpu.memory)
+    return next((gpu for gpu in fitting if all(f" {mark.lower()} " in plain for mark in gpu.marks)), None)
 
 
 def by_hand(peak: float, bandwidth: float, like: GPU, name: str = "given by hand") -> GPU:

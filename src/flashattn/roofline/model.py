@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .gpus import GPU
-from .work import Work, check_sizes, matmul
+from .work import Work, check_positive, check_sizes, matmul
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Transformer:
 
     def __post_init__(self) -> None:
         check_sizes(width=self.width, heads=self.heads, layers=self.layers, vocab=self.vocab, gates=self.gates)
-        check_sizes(heads_kv=self.heads_kv or self.heads, hidden=self.hidden or 4 * self.width)
+        check_sizes(**{name: size for name, size in (("heads_kv", self.heads_kv), ("hidden", self.hidden)) if size is not None})
         if self.width % self.heads:
             raise ValueError(f"width={self.width}: expected a multiple of heads={self.heads}")
         if self.heads % (self.heads_kv or self.heads):
@@ -95,13 +95,11 @@ def train_flops_per_token(parameters: int, layers: int = 0, width: int = 0, seql
 
 def mfu(flops_per_token: float, tokens_per_second: float, peak: float, gpus: int = 1) -> float:
     """Model FLOPs utilisation: flops_per_token x tokens_per_second (of all GPUs together) over `peak` FLOP/s of each of the `gpus`.
-    ValueError unless all are positive.
+    ValueError unless all are positive and finite.
 
     Source: Chowdhery et al. 2022 (PaLM), section 4.1.
     """
-    for name, value in {"flops_per_token": flops_per_token, "tokens_per_second": tokens_per_second, "peak": peak, "gpus": gpus}.items():
-        if not value > 0:
-            raise ValueError(f"{name}={value!r}: expected a positive number")
+    check_positive(flops_per_token=flops_per_token, tokens_per_second=tokens_per_second, peak=peak, gpus=gpus)
     return flops_per_token * tokens_per_second / (peak * gpus)
 
 

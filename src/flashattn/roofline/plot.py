@@ -84,7 +84,7 @@ def against_length(series: dict[str, dict[int, float]], ylabel: str, title: str,
 
 def save(figure, path: Path) -> Path:
     """PNG or SVG, by the end of the name; ValueError for another one."""
-    if path.suffix not in (".png", ".svg"):
+    if path.suffix.lower() not in (".png", ".svg"):
         raise ValueError(f"out={str(path)!r}: expected a name that ends in .png or .svg")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=130)

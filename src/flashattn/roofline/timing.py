@@ -111,7 +111,10 @@ def gpu_state(device: torch.device) -> dict[str, str] | None:
         return None
     uuid = str(torch.cuda.get_device_properties(device).uuid)
     query = ["nvidia-smi", f"--id=GPU-{uuid.removeprefix('GPU-')}", f"--query-gpu={','.join(GPU_FIELDS)}", "--format=csv,noheader,nounits"]
-    answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    try:
+        answer = subprocess.run(query, capture_output=True, text=True, timeout=30, check=False)
+    except subprocess.TimeoutExpired:
+        return None
     values = [value.strip() for value in answer.stdout.strip().split(",")]
     if answer.returncode or len(values) != len(GPU_FIELDS):
         return None

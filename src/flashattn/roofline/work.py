@@ -9,8 +9,10 @@ Legend: m, k, n sizes of a product [m, k] x [k, n]; itemsize bytes of an element
 Surprising fact: papers halve the FLOPs of a causal square; the exact count is S (S + 1) / 2 pairs, 0.2 % more at S = 512.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from operator import index
 
 from ..problem import Problem, default_scale, kept_pairs, window_pairs
 
@@ -44,6 +46,13 @@ def check_sizes(**sizes: int) -> None:
             raise TypeError(f"{name}={size!r}: expected an integer")
         if size < 1:
             raise ValueError(f"{name}={size}: expected at least 1")
+
+
+def check_positive(**values: float | None) -> None:
+    """ValueError for a number that is given and isn't positive and finite, by name."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name}={value!r}: expected a positive number")
 
 
 def matmul(m: int, k: int, n: int, itemsize: int = 2) -> Work:
@@ -116,7 +125,7 @@ def attention(
 
     lengths: of the sequences of a packed call, (queries, keys) each. Without them a packed call gets an upper bound of FLOPs, as if each
     sequence had the maximal lengths. blocks: (keep, block_q, block_k) of `block_pairs`, the same for every head of a dense call.
-    ValueError for an unknown direction, for lengths of a dense call, for blocks of a packed one.
+    ValueError for an unknown direction, for lengths of a dense call or such that the packed one can't have, for blocks of a packed one.
 
     Source: Dao et al. 2022, algorithms 1 and 4; Dao 2023 (FlashAttention-2), section 4.1, for counting 4 and 10 FLOPs a pair and dim.
     """
@@ -129,7 +138,7 @@ def attention(
     p = problem
     if lengths is not None:
         alone = replace(p, batch=1, varlen=False, total_q=0, total_k=0)
-        pairs = sum(kept_pairs(replace(alone, seqlen_q=rows, seqlen_k=columns)) for rows, columns in lengths)
+        pairs = sum(kept_pairs(replace(alone, seqlen_q=rows, seqlen_k=columns)) for rows, columns in _checked(lengths, p))
     else:
         pairs = p.batch * (kept_pairs(p) if blocks is None else block_pairs(*blocks, p))
         if p.varlen:
@@ -142,6 +151,17 @@ def attention(
     if direction == "forward":
         return Work(2 * pairs * (p.head_dim + p.head_dim_v), once + lse)
     return Work(2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v), 2 * once + lse)  # dout, dq, dk, dv are as large as out, q, k, v
+
+
+def _checked(lengths: Iterable[tuple[int, int]], problem: Problem) -> list[tuple[int, int]]:
+    """As Python's integers: those of numpy and torch would overflow in a product."""
+    found = [(index(rows), index(columns)) for rows, columns in lengths]
+    for which, longest, total in ((0, problem.seqlen_q, problem.total_q), (1, problem.seqlen_k, problem.total_k)):
+        side = [one[which] for one in found]
+        if any(not 0 <= length <= longest for length in side) or sum(side) > total:
+            found = f"lengths of {'qk'[which]} are {min(side)} to {max(side)}, {sum(side)} together"
+            raise ValueError(f"{found}: expected 0 to {longest}, at most {total} together")
+    return found
 
 
 def decode(batch: int, seqlen_k: int, heads_q: int, heads_kv: int, head_dim: int, dtype: str = "bfloat16") -> Work:

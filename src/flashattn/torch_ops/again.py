@@ -46,13 +46,19 @@ def unheard(*tensors) -> bool:
     )
 
 
-def wants_gradients(q, k, v) -> bool:
-    return torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+def wants_gradients(*tensors) -> bool:
+    if torch.is_grad_enabled():
+        for x in tensors:
+            if x.requires_grad:
+                return True
+    return False
 
 
-def key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl) -> tuple | None:
+def key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap=None, slopes=None, sinks=None) -> tuple | None:
     """What decides how a call is made; None where it must be looked at."""
     if torch.compiler.is_compiling() or not isinstance(q, torch.Tensor) or window is not None:
+        return None
+    if softcap is not None or slopes is not None or sinks is not None:
         return None
     if not (causal is True or causal is False or type(causal) is str) or not (softmax_scale is None or type(softmax_scale) is float):
         return None

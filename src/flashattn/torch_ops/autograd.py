@@ -1,7 +1,8 @@
 """The derivative of `flashattn::attn_fwd`: one autograd.Function, which the operator itself runs, and another that refuses a second one.
 
-Saved for backward: q, k, lse, and v and out unless dV is the only gradient (dV = p^T dO needs neither). Nothing is saved, computed
-or allocated for a gradient that nobody asked for. A second derivative and a forward-mode one are not implemented and say so.
+Saved for backward: q, k, lse, slopes and sinks, and v and out unless dV is the only gradient (dV = p^T dO needs neither). Nothing is
+saved, computed or allocated for a gradient that nobody asked for. A second derivative and a forward-mode one are not implemented and say
+so, as does one of slopes.
 
 The surprising fact: forward-mode AD asks a Function only when it is applied. A kernel called without it drops tangents in silence.
 """
@@ -12,11 +13,12 @@ from functools import partial
 import torch
 from torch.autograd import forward_ad
 
+from ..checks import NO_SLOPES_GRADIENT
 from . import schemas, sharding
 from .again import unheard, wants_gradients
 from .schemas import LIBRARY
 
-_OPTIONS = 10  # arguments of attn_fwd after q, k, v
+_INPUTS, _OPTIONS = 5, 11  # arguments of attn_fwd: q, k, v, alibi_slopes, sinks; and those after them
 
 
 def _differentiable(function, *args):
@@ -46,7 +48,8 @@ def _run(function, operator, *args):
 
 
 def attn_fwd(*args):
-    if not torch.compiler.is_compiling() and not wants_gradients(*args[:3]) and unheard(*args[:3]):
+    tensors = [x for x in args[:_INPUTS] if x is not None]
+    if not torch.compiler.is_compiling() and not wants_gradients(*tensors) and unheard(*tensors):
         return schemas.forward(*args)
     return _run(Attention, torch.ops.flashattn.attn_fwd, *args)
 
@@ -78,6 +81,17 @@ def _fold(info, in_dims, tensors, cu_seqlens_q):
     return [None if x is None else x.flatten(0, 1) for x in mapped], sizes
 
 
+def _fold_extras(slopes, sinks, in_dims, sizes):
+    """The slopes of a folded batch, which may be those of each sample; sinks are of all entries."""
+    if sinks is not None and in_dims[1] is not None:
+        raise NotImplementedError("vmap over sinks is not implemented: share them between the samples, or loop over the samples")
+    if slopes is None or (slopes.dim() == 1 and in_dims[0] is None):
+        return slopes
+    mapped = slopes.expand(sizes[0], *slopes.shape) if in_dims[0] is None else slopes.movedim(in_dims[0], 0)
+    mapped = mapped.unsqueeze(1) if mapped.dim() == 2 else mapped
+    return mapped.expand(*sizes, -1).flatten(0, 1)
+
+
 class AttentionBackward(torch.autograd.Function):
     """The gradients; differentiating them again is refused."""
 
@@ -86,7 +100,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args):
         with torch._C._AutoDispatchBelowAutograd():
-            given = [x for x in args[:7] if x is not None]  # dout, dlse, q, k, v, out, lse: always q, k and lse
+            given = [x for x in (*args[:7], *args[8:10]) if x is not None]  # dout, dlse, q, k, v, out, lse; alibi_slopes, sinks
             return schemas.backward(*args) if unheard(*given) else torch.ops.flashattn.attn_bwd(*args)
 
     @staticmethod
@@ -99,47 +113,58 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def vmap(info, in_dims, *args, call=attn_bwd):
-        tensors, rest, needs = args[:7], args[7:], args[-3:]
-        folded, sizes = _fold(info, in_dims, tensors, rest[1])
-        gradients = (x.unflatten(0, sizes) if need else x for x, need in zip(call(*folded, *rest), needs, strict=True))
+        tensors, head_dim_v, (slopes, sinks, softcap, *rest), needs = args[:7], args[7], args[8:], args[-4:]
+        folded, sizes = _fold(info, in_dims, tensors, rest[0])
+        slopes = _fold_extras(slopes, sinks, in_dims[8:10], sizes)
+        found = call(*folded, head_dim_v, slopes, sinks, softcap, *rest)
+        gradients = (x.unflatten(0, sizes) if need else x for x, need in zip(found, needs, strict=True))
         return tuple(gradients), tuple(0 if need else None for need in needs)
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of q, k, v and the options of the operator. `setup_context` is apart from `forward`, as torch.func wants it."""
+    """(out, lse) of q, k, v, alibi_slopes, sinks and the options of the operator. `setup_context` is apart from `forward`, as torch.func
+    wants it."""
 
     jvp = staticmethod(_no_tangents)
 
     @staticmethod
     def forward(*args):
         with torch._C._AutoDispatchBelowAutograd():
-            return schemas.forward(*args) if unheard(*args[:3]) else torch.ops.flashattn.attn_fwd(*args)
+            given = [x for x in args[:_INPUTS] if x is not None]
+            return schemas.forward(*args) if unheard(*given) else torch.ops.flashattn.attn_fwd(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, cu_seqlens_q, cu_seqlens_k, *options = inputs
+        q, k, v, slopes, sinks, softcap, cu_seqlens_q, cu_seqlens_k, *options = inputs
         out, lse = output
-        ctx.needs = tuple(ctx.needs_input_grad[:3])
-        needs_dp = ctx.needs[0] or ctx.needs[1]
-        ctx.save_for_backward(q, k, v if needs_dp else None, out if needs_dp else None, lse, cu_seqlens_q, cu_seqlens_k)
+        *needs, needs_dslopes, needs_dsinks = ctx.needs_input_grad[:_INPUTS]
+        if needs_dslopes:
+            raise NotImplementedError(NO_SLOPES_GRADIENT)
+        ctx.needs = (*needs, needs_dsinks)
+        needs_dp = ctx.needs[0] or ctx.needs[1] or needs_dsinks
+        v, out = (v, out) if needs_dp else (None, None)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        ctx.softcap = softcap
         ctx.options = options
-        ctx.head_dim_v = v.shape[-1]
+        ctx.head_dim_v = output[0].shape[-1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        gradients = (None, None, None)
+        q, k, v, out, lse, slopes, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        dq = dk = dv = dsinks = None
         if dout is not None or dlse is not None:
-            args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs)
+            extras = slopes, sinks, ctx.softcap
+            args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs)
             found = attn_bwd(*args)
-            gradients = tuple(gradient if needed else None for gradient, needed in zip(found, ctx.needs, strict=True))
-        return (*gradients, *[None] * _OPTIONS)
+            dq, dk, dv, dsinks = (gradient if needed else None for gradient, needed in zip(found, ctx.needs, strict=True))
+        return (dq, dk, dv, None, None if dsinks is None else dsinks.sum(0), *[None] * _OPTIONS)
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, *rest, call=attn_fwd):
+    def vmap(info, in_dims, q, k, v, slopes, sinks, softcap, *rest, call=attn_fwd):
         folded, sizes = _fold(info, in_dims, (q, k, v), rest[0])
-        return tuple(x.unflatten(0, sizes) for x in call(*folded, *rest)), (0, 0)
+        slopes = _fold_extras(slopes, sinks, in_dims[3:], sizes)
+        return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, softcap, *rest)), (0, 0)
 
 
 for _function, _operator in ((Attention, torch.ops.flashattn.attn_fwd), (AttentionBackward, torch.ops.flashattn.attn_bwd)):

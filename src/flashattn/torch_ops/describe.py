@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch._subclasses import FakeTensor
 
-from ..problem import Problem, reachable_window
+from ..problem import Problem, canonical_softcap, reachable_window
 
 
 @lru_cache(maxsize=64)
@@ -61,13 +61,15 @@ def aligned(q, k, v) -> bool:
 
 def describe(
     q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    softmax_scale, window_left, window_right, top_left, deterministic, aligned=False,
+    softmax_scale, window_left, window_right, top_left, deterministic, aligned=False, extras=(None, None, 0.0),
 ) -> Problem:  # fmt: skip
-    """The Problem of a call, from its (already checked) tensors."""
+    """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks and softcap."""
+    slopes, sinks, softcap = extras
     return _problem(
         q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
         softmax_scale, window_left, window_right, top_left, deterministic,
         q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(), os.environ.get("TRITON_INTERPRET") == "1", aligned, *_machine(q.device),
+        slopes is not None, sinks is not None, softcap,
     )  # fmt: skip
 
 
@@ -75,7 +77,7 @@ def describe(
 def _problem(
     dtype, shape_q, shape_k, head_dim_v, sequences, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic,
-    tf32, interpret, aligned, device, capability,
+    tf32, interpret, aligned, device, capability, alibi, sinks, softcap,
 ) -> Problem:  # fmt: skip
     """`sequences` is None in a dense call."""
     varlen = sequences is not None
@@ -103,4 +105,7 @@ def _problem(
         capability=capability,
         interpret=interpret,
         aligned=aligned,
+        softcap=canonical_softcap(softcap),
+        alibi=alibi,
+        sinks=sinks,
     )

@@ -2,7 +2,8 @@
 
 An operator takes tensors in [batch, rows, heads, dim] order, or packed [rows, heads, dim] with cumulative lengths, and plain numbers.
 Implementations are chosen at run time, behind the schema, so torch.compile sees two opaque calls. The surprising fact: an operator
-can't return "no tensor", so a gradient that was not asked for comes back as an empty one-dimensional tensor.
+can't return "no tensor", so a gradient that was not asked for comes back as an empty one-dimensional tensor. That of sinks, which all
+batch entries share, is given for each of them, [batch, heads] (packed: [1, heads]), so that vmap can fold samples into a batch.
 """
 
 import torch
@@ -13,46 +14,54 @@ from .describe import aligned, describe
 
 LIBRARY = torch.library.Library("flashattn", "DEF")
 _OPTIONS = (
-    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, "
-    "SymInt? window_left, SymInt? window_right, bool top_left, bool deterministic, str? impl"
+    "Tensor? alibi_slopes, Tensor? sinks, float softcap, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
+    "SymInt? max_seqlen_k, float softmax_scale, SymInt? window_left, SymInt? window_right, bool top_left, bool deterministic, str? impl"
 )
 LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(
     f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {_OPTIONS}, "
-    "bool need_dq, bool need_dk, bool need_dv) -> (Tensor, Tensor, Tensor)",
+    "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def forward(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
+def _contiguous(alibi_slopes, sinks):
+    """As launchers take them: a few numbers a head."""
+    return [None if x is None else x.contiguous() for x in (alibi_slopes, sinks)]
+
+
+def forward(q, k, v, alibi_slopes, sinks, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
     *options, impl = rest
     if cu_seqlens_q is not None:
         check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v))
-    return launcher(select(problem, "forward", impl).launch).forward(problem, q, k, v, cu_seqlens_q, cu_seqlens_k)
+    extras = alibi_slopes, sinks, softcap
+    problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v), extras)
+    run = launcher(select(problem, "forward", impl).launch).forward
+    return run(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, *_contiguous(alibi_slopes, sinks))
 
 
-def backward(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
-    *options, impl, need_dq, need_dk, need_dv = rest
-    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v))
-    cu_seqlens_q, cu_seqlens_k = options[:2]
+def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, softcap, *rest):
+    *options, impl, need_dq, need_dk, need_dv, need_dsinks = rest
+    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v), (alibi_slopes, sinks, softcap))
     run = launcher(select(problem, "backward", impl).launch).backward
-    gradients = run(problem, (need_dq, need_dk, need_dv), dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k)
+    needs = need_dq, need_dk, need_dv, need_dsinks
+    gradients = run(problem, needs, dout, dlse, q, k, v, out, lse, *options[:2], *_contiguous(alibi_slopes, sinks))
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
-def _fake_fwd(q, k, v, cu_seqlens_q, *rest):
+def _fake_fwd(q, k, v, alibi_slopes, sinks, softcap, cu_seqlens_q, *rest):
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float32)
 
 
 def _fake_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
-    need_dq, need_dk, need_dv = rest[-3:]
+    need_dq, need_dk, need_dv, need_dsinks = rest[-4:]
     return (
         q.new_empty(q.shape if need_dq else (0,)),
         k.new_empty(k.shape if need_dk else (0,)),
         k.new_empty((*k.shape[:-1], head_dim_v) if need_dv else (0,)),
+        lse.new_empty((q.shape[0] if q.dim() == 4 else 1, q.shape[-2])) if need_dsinks else q.new_empty(0),
     )
 
 

@@ -58,7 +58,9 @@ def packed_range(b, cu, batch, total):
 
 @triton.jit
 def locate(slot, lane, heads, mine, other, BLOCK: tl.constexpr, total_mine, total_other, batch, VARLEN: tl.constexpr):
-    """Where a program works: (tile, batch entry, head, first row and rows of its own side, first row and rows of the other side).
+    """Where a program works: (tile, batch entry, head, first row and rows of its own side, first row and rows of the other side, sequence).
+
+    A sequence of a dense batch is its batch entry; of a packed one, whose batch entry is 0, it may be `batch`, the rows past the end.
 
     `mine` and `other` are the cumulative lengths of the side that the grid tiles and of the side that the loop walks.
     """
@@ -73,12 +75,13 @@ def locate(slot, lane, heads, mine, other, BLOCK: tl.constexpr, total_mine, tota
     else:
         head = lane % heads
         entry = lane // heads
+        b = entry
         tile = slot
         my_start = slot * 0
         my_rows = my_start + total_mine
         other_start = my_start
         other_rows = my_start + total_other
-    return tile, entry, head, my_start, my_rows, other_start, other_rows
+    return tile, entry, head, my_start, my_rows, other_start, other_rows, b
 
 
 @triton.jit

@@ -1,23 +1,105 @@
-"""The score order, once, and its reverse: s = scale * q.k; the keep-mask and the softmax come after it.
+"""The score order, once, and its reverse: s = scale * q.k -> cap * tanh(s / cap) -> - slope * |distance|; keep-mask and softmax come after.
 
-The scale is not multiplied in here. Scores stay raw and the softmax takes exp2(s * scale_log2 - shift), one fused multiply-add an
-element, with scale_log2 = |scale| * log2(e) > 0 so that a maximum of raw scores is a maximum of scaled ones. The sign of the scale is
-that of the raw score; a scale of 0 makes it 0 here, since 0 * -inf, for a masked score, would be NaN.
+What the plain call multiplies with afterwards is not multiplied in here: the softmax takes exp2(s * scale_log2 - shift), one fused
+multiply-add an element, where scale_log2 > 0 so that a maximum of raw scores is a maximum of scaled ones. Raw scores and their factor are
+
+    plain     sign(scale) * q.k                                      |scale| log2 e    (a scale of 0 makes s 0: 0 * -inf would be NaN)
+    softcap   tanh(inner * q.k)                                      cap log2 e
+    ALiBi     inner * q.k  or  cap_log2 * tanh(inner * q.k),
+              - slope log2 e * |distance|                            1
+
+The surprising fact: the reverse needs the tanh t and not the score, since d s / d (scale * q.k) is 1 - t^2. It goes into the probability
+(`score_weight`) before the probability is rounded for its product with dO, so that p and t need no registers beside dP.
+Sources: the cap, Gemma Team, Gemma 2 (2024), section 2; the distances, Press et al., Train Short, Test Long (2021), section 3.
 """
 
 import triton
 import triton.language as tl
 
+from .softmax import LOG2E
+
+# tanh(x) = x + x z (C0 + C1 z + ...) with z = x^2, a Chebyshev fit for |x| < TANH_EDGE; beyond it 1 - 2 / (1 + e^(2 x)) cancels little
+TANH_EDGE: tl.constexpr = tl.constexpr(0.65)
+C0: tl.constexpr = tl.constexpr(-0.333333273)
+C1: tl.constexpr = tl.constexpr(0.133326015)
+C2: tl.constexpr = tl.constexpr(-0.0538258484)
+C3: tl.constexpr = tl.constexpr(0.0208813188)
+C4: tl.constexpr = tl.constexpr(-0.00593298014)
+
 
 @triton.jit
-def score(qk, SPEC: tl.constexpr):
+def tanh(x, FAST: tl.constexpr):
+    """Within 3e-7 of its size, which makes a huge cap none; FAST: one instruction, within 2^-11 (PTX ISA, tanh.approx)."""
+    if FAST:
+        t = tl.inline_asm_elementwise("tanh.approx.f32 $0, $1;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1)
+    else:
+        z = x * x
+        near = x + x * z * (C0 + z * (C1 + z * (C2 + z * (C3 + z * C4))))
+        far = 1.0 - 2.0 / (1.0 + tl.math.exp2(x * (2.0 * LOG2E)))
+        t = tl.where(tl.abs(x) < TANH_EDGE, near, far)
+    return t
+
+
+@triton.jit
+def slope_of_head(extras, sequence, batch, head, SPEC: tl.constexpr):
+    """The slope of a head in base 2; 0 without ALiBi and for rows past the end of a packed batch, where sequence == batch."""
+    if SPEC.alibi:
+        slope = tl.load(extras.slopes + (sequence * extras.slopes_stride_b + head), mask=sequence < batch, other=0.0) * LOG2E
+    else:
+        slope = 0.0
+    return slope
+
+
+@triton.jit
+def sink_of_head(extras, sequence, batch, head, SPEC: tl.constexpr):
+    """The sink of a head in base 2; -inf, which is none, without sinks and for rows past the end of a packed batch."""
+    if SPEC.sinks:
+        sink = tl.load(extras.sinks + head, mask=sequence < batch, other=float("-inf")) * LOG2E
+    else:
+        sink = float("-inf")
+    return sink
+
+
+@triton.jit
+def capped(qk, extras, SPEC: tl.constexpr, FAST: tl.constexpr = False):
+    """The first half of `score`: tanh where there is a cap, which `score_weight` wants."""
     s = qk
-    if SPEC.sign != 1:
+    if SPEC.softcap:
+        s = tanh(qk * extras.inner, FAST)
+    elif SPEC.alibi:
+        s = qk * extras.inner
+    elif SPEC.sign != 1:
         s = s * SPEC.sign
     return s
 
 
 @triton.jit
-def score_gradient(p, dp, delta):
-    """d loss / d (scaled score). The caller multiplies the finished dQ and dK by the signed scale."""
-    return p * (dp - delta)
+def biased(t, extras, distance, SPEC: tl.constexpr):
+    """The second half of `score`."""
+    s = t
+    if SPEC.alibi:
+        if SPEC.softcap:
+            s = s * extras.cap_log2
+        s = s - extras.slopes * tl.abs(distance)
+    return s
+
+
+@triton.jit
+def score(qk, extras, distance, SPEC: tl.constexpr, FAST: tl.constexpr = False):
+    """Raw scores of products. extras: its `slopes` is `slope_of_head`. distance: float32 q_pos - k_pos of a tile; None without ALiBi."""
+    return biased(capped(qk, extras, SPEC, FAST), extras, distance, SPEC)
+
+
+@triton.jit
+def score_weight(p, t, SPEC: tl.constexpr):
+    """What dP - delta is multiplied with: p, already masked, times d (score) / d (scaled product). t: what `capped` gave."""
+    weight = p
+    if SPEC.softcap:
+        weight = p * (1.0 - t * t)
+    return weight
+
+
+@triton.jit
+def score_gradient(weight, dp, delta):
+    """d loss / d (scaled product). The caller multiplies the finished dQ and dK by the signed scale."""
+    return weight * (dp - delta)

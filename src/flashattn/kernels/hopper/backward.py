@@ -190,11 +190,11 @@ def gradients(
 @gluon.jit(do_not_specialize=SIZES, launch_metadata=backward_metadata)
 def attn_bwd_hopper(
     q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, seqlens, total_q, total_k, batch, heads_kv, group, lanes, wave,
-    per_wave, blocks, left, right, scale, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr,
+    per_wave, blocks, left, right, scale, scale_log2, extras, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """dK, dV (descriptors, or of packed sequences pointers) and the sums of dQ. What is not wanted, or not needed for it, is None."""
     gl.static_assert(TILE.stages <= 2, "there are named barriers for two slots")
-    grid = Grid(seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_kv, group, lanes, wave, per_wave, blocks, left, right)
+    grid = Grid(seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_kv, group, lanes, wave, per_wave, blocks, left, right, extras)
     if TILE.wide:
         gradients_wide(q_desc, k_desc, v_desc, do_desc, rows_desc, dq_desc, dk, dv, turns, grid, scale, scale_log2, SPEC, TILE)
     else:

@@ -4,6 +4,8 @@ Legend as there. The surprising fact: the 64 KB of a step's dQ go through 32 KB 
 that is faster than adding straight from registers, 512 contiguous bytes a warp and instruction (red.v4), without any.
 """
 
+from ..common.score import slope_of_head
+from ..structs import Extras
 from .channel import WARPGROUP, Ring, arrive, fill, make_barriers, make_ring, sync
 from .gluon import async_load, async_store, barrier, fence_async_shared, gl, gluon, mbarrier, store_wait, warpgroup_mma_wait
 from .gradient import BOTH, BOTH_AND_LOADER
@@ -114,8 +116,11 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
         clear_block(memory.k, 0, visit.keys, TILE.d, SPEC)
         await_q(memory, 0, TILE)
         clear_block(memory.q, 0, visit.rows_q - place.m0, TILE.d, SPEC)
+        extras = Extras(
+            grid.extras.inner, slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC), None, None, grid.extras.cap_log2
+        )
         s_NM = warpgroup_mma_wait(0, deps=(start_scores(memory, 0, TILE),))
-        first_p = store_p(s_NM, memory, 0, place.m0, visit, grid, scale_log2, SPEC, TILE)
+        first_p = store_p(s_NM, extras, memory, 0, place.m0, visit, grid, scale_log2, SPEC, TILE)
         if SPEC.need_dv:
             await_do(memory, 0, place.m0, visit, SPEC, TILE)
             dv_NV, first_op = start_own(first_p, memory.p.index(0), memory.do, 0, dv_NV, 0, TILE.dv, TILE)
@@ -123,6 +128,13 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
             arrive(DO, BOTH_AND_LOADER)
         for turn in range(1, visit.steps):
             place = next_place(place, visit, grid, SPEC, TILE)
+            extras = Extras(
+                grid.extras.inner,
+                slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC),
+                None,
+                None,
+                grid.extras.cap_log2,
+            )
             sync(DS_FULL, BOTH)
             if not SPEC.need_dv:
                 arrive(DO + (turn - 1) % TILE.do_stages, BOTH_AND_LOADER)
@@ -135,7 +147,7 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
                 dk_ND = warpgroup_mma_wait(SCORES, deps=(dk_ND,))
             arrive(Q + (turn - 1) % TILE.stages, BOTH_AND_LOADER)
             s_NM = warpgroup_mma_wait(0, deps=(s_NM,))
-            p_NM = store_p(s_NM, memory, turn, place.m0, visit, grid, scale_log2, SPEC, TILE)
+            p_NM = store_p(s_NM, extras, memory, turn, place.m0, visit, grid, scale_log2, SPEC, TILE)
             if SPEC.need_dv:
                 await_do(memory, turn, place.m0, visit, SPEC, TILE)
                 dv_NV, p_op = start_own(p_NM, memory.p.index(turn % 2), memory.do, turn % TILE.do_stages, dv_NV, 0, TILE.dv, TILE)

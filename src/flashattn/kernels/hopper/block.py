@@ -7,10 +7,11 @@ runs beside P V. So the loop carries P. Method: Shah et al. 2024 (FlashAttention
 from typing import NamedTuple
 
 from ..common.mask import first_kept, last_key
-from ..common.score import score
+from ..common.score import sink_of_head
 from ..common.softmax import finite_shift, raise_maximum
 from .channel import EMPTY_K, EMPTY_V, WARPGROUP, arrive, pass_turn, take_turn
 from .cut import cut
+from .distance import scores
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, operand, rows_of, shared
 
@@ -21,10 +22,12 @@ class Call(NamedTuple):
     """What of the call a warpgroup has to know, for any tile."""
 
     total_q: object
+    batch: object
     heads_q: object
     left: object
     right: object
     scale_log2: object
+    extras: object
 
 
 @gluon.jit
@@ -197,8 +200,11 @@ def skip_block(k, v, use, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def first_block(q, k, v, use, block, position, task, call, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """(p, m, l) of the first block that a warpgroup visits, the `block`-th from the last; its product with V not yet started."""
+def first_block(q, k, v, use, block, position, task, call, extras, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """(p, m, l) of the first block that a warpgroup visits, the `block`-th from the last; its product with V not yet started.
+
+    A sink is where the maximum starts, and joins l at the end.
+    """
     slot = use % TILE.stages
     full = (use // TILE.stages) & 1
     hi = task.hi - block * TILE.n
@@ -206,10 +212,14 @@ def first_block(q, k, v, use, block, position, task, call, WARPGROUP_ID: gl.cons
     take_turn(WARPGROUP_ID)
     s_MN = start_scores(q, k, slot, WARPGROUP_ID, TILE)
     pass_turn(WARPGROUP_ID, TILE)
-    s_MN = score(warpgroup_mma_wait(0, deps=(s_MN,)), SPEC)
+    s_MN = warpgroup_mma_wait(0, deps=(s_MN,))
     release(EMPTY_K, slot, TILE)
+    s_MN = scores(s_MN, extras, position - hi + TILE.n, SPEC, TILE.n)
     s_MN = masked(s_MN, position, hi - TILE.n, task.rows_k, call, SPEC, TILE)
-    m_M = raise_maximum(s_MN, gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n))), call.scale_log2)
+    m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n)))
+    if SPEC.sinks:
+        m_M = gl.maximum(m_M, sink_of_head(call.extras, task.entry, call.batch, task.head, SPEC))
+    m_M = raise_maximum(s_MN, m_M, call.scale_log2)
     p_MN = gl.exp2(s_MN * call.scale_log2 - finite_shift(m_M)[:, None])
     if SPEC.varlen:
         if hi > task.rows_k:
@@ -220,7 +230,7 @@ def first_block(q, k, v, use, block, position, task, call, WARPGROUP_ID: gl.cons
 
 @gluon.jit
 def next_block(
-    p, m_M, l_MC, acc_MV, q, k, v, use, block, position, task, call,
+    p, m_M, l_MC, acc_MV, q, k, v, use, block, position, task, call, extras,
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Adds P V of the block before to acc, and makes (p, m, l) of this one meanwhile."""
@@ -233,9 +243,10 @@ def next_block(
     p_MN = as_operand(p, v.tiles.dtype, TILE)
     acc_MV = start_values(p_MN, v, slot_v, acc_MV, TILE)
     pass_turn(WARPGROUP_ID, TILE)
-    s_MN = score(warpgroup_mma_wait(1, deps=(s_MN,)), SPEC)
+    s_MN = warpgroup_mma_wait(1, deps=(s_MN,))
     if not TILE.pinned:
         release(EMPTY_K, slot, TILE)
+    s_MN = scores(s_MN, extras, position - task.hi + (block + 1) * TILE.n, SPEC, TILE.n)
     if TILE.mask_loop:
         s_MN = masked(s_MN, position, task.hi - (block + 1) * TILE.n, task.rows_k, call, SPEC, TILE)
     m_new_M = raise_maximum(s_MN, m_M, call.scale_log2)

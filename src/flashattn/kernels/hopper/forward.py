@@ -8,7 +8,9 @@ The surprising fact: each warpgroup has its own copy of the code, since Triton c
 instructions are dear here: a second loop for masked blocks costs more than the branch that saves it.
 """
 
-from ..common.softmax import natural_lse
+from ..common.score import sink_of_head, slope_of_head
+from ..common.softmax import finite_shift, natural_lse
+from ..structs import Extras
 from .block import Call, as_operand, first_block, next_block, release, seen_blocks, skip_block, start_values, unseen_blocks
 from .channel import (
     EMPTY_K,
@@ -33,6 +35,12 @@ from .walk import SIZES, Walk, draw, find, leave
 
 
 @gluon.jit
+def entry_of(task, SPEC: gl.constexpr):
+    """Entry of the batch in tensors. That of a packed task is its sequence where one is asked for."""
+    return task.entry * 0 if SPEC.varlen and (SPEC.alibi or SPEC.sinks) else task.entry
+
+
+@gluon.jit
 def load(q_desc, k_desc, v_desc, q, k, v, tasks, walk, SPEC: gl.constexpr, TILE: gl.constexpr):
     """The loading warp: Q of a tile after its first K, then K one block ahead of V, as the products need them."""
     CONSUMERS: gl.constexpr = TILE.consumers
@@ -43,7 +51,7 @@ def load(q_desc, k_desc, v_desc, q, k, v, tasks, walk, SPEC: gl.constexpr, TILE:
     turn = 0
     used = 0  # blocks loaded so far
     while task.blocks > 0:
-        entry, head_kv = task.entry, task.head // walk.group
+        entry, head_kv = entry_of(task, SPEC), task.head // walk.group
         row = k_end - TILE.n
         turn += 1
         following = index
@@ -75,9 +83,12 @@ def load(q_desc, k_desc, v_desc, q, k, v, tasks, walk, SPEC: gl.constexpr, TILE:
 @gluon.jit
 def write(acc_MV, m_M, l_MC, out, lse, out_tile, task, call, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
     """out and lse of a warpgroup's rows, as far as they exist."""
-    entry, head, row, rows = task.entry, task.head, task.row + WARPGROUP_ID * ROWS, task.rows - WARPGROUP_ID * ROWS
+    entry, head, row, rows = entry_of(task, SPEC), task.head, task.row + WARPGROUP_ID * ROWS, task.rows - WARPGROUP_ID * ROWS
     WIDTH: gl.constexpr = TILE.dv
     sum_M = gl.sum(l_MC, 1)
+    if SPEC.sinks:
+        sink = sink_of_head(call.extras, task.entry, call.batch, head, SPEC)
+        sum_M += gl.convert_layout(gl.exp2(sink - finite_shift(m_M)), sum_M.type.layout)
     l_M = gl.convert_layout(sum_M, gl.SliceLayout(1, accumulator(WIDTH)))
     empty_M = l_M == 0.0
     acc_MV = acc_MV * (1.0 / gl.where(empty_M, 1.0, l_M))[:, None]  # off by 2 ulp of float32, which 16 bits don't show
@@ -119,6 +130,9 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
     while blocks > 0:
         task = task_of(tasks, turn)
         position = task.position + WARPGROUP_ID * ROWS
+        extras = Extras(
+            call.extras.inner, slope_of_head(call.extras, task.entry, call.batch, task.head, SPEC), None, None, call.extras.cap_log2
+        )
         first = 0
         missed = 0  # blocks left of the window; a tile of two warpgroups has none or, at head dim 256, no registers to tell
         if SPEC.right:
@@ -128,11 +142,11 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         if SPEC.left and TILE.consumers == 3:
             missed = blocks - seen_blocks(position, first, blocks, task.hi, call, TILE)
         mbarrier.wait(q.full.index(WARPGROUP_ID), turn & 1)
-        p, m_M, l_MC = first_block(q, k, v, used + first, first, position, task, call, WARPGROUP_ID, SPEC, TILE)
+        p, m_M, l_MC = first_block(q, k, v, used + first, first, position, task, call, extras, WARPGROUP_ID, SPEC, TILE)
         acc_MV = gl.zeros([ROWS, WIDTH], gl.float32, accumulator(WIDTH))
         for block in range(first + 1, blocks - missed):
             p, m_M, l_MC, acc_MV = next_block(
-                p, m_M, l_MC, acc_MV, q, k, v, used + block, block, position, task, call, WARPGROUP_ID, SPEC, TILE
+                p, m_M, l_MC, acc_MV, q, k, v, used + block, block, position, task, call, extras, WARPGROUP_ID, SPEC, TILE
             )
         if not TILE.alias:
             arrive(EMPTY_Q + WARPGROUP_ID, WARPGROUP + 32)
@@ -164,7 +178,7 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
 @gluon.jit(do_not_specialize=SIZES, launch_metadata=forward_metadata)
 def attn_fwd_hopper(
     q_desc, k_desc, v_desc, out, lse, seqlens, counter, total_q, total_k, batch, heads_q, group, slots, lanes, wave, per_wave, tiles,
-    left, right, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr,
+    left, right, scale_log2, extras, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """out = softmax(scale * q k^T, masked) v and lse. out: a descriptor, or of packed sequences a pointer."""
     PARTS: gl.constexpr = TILE.d // TILE.part_d
@@ -176,7 +190,7 @@ def attn_fwd_hopper(
     walk = Walk(
         seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_q, group, slots, lanes, wave, per_wave, tiles, left, right, counter
     )
-    call = Call(total_q, heads_q, left, right, scale_log2)
+    call = Call(total_q, batch, heads_q, left, right, scale_log2, extras)
     q = make_ring(q_desc, TILE.consumers, PARTS)
     k = make_ring(k_desc, TILE.stages, PARTS)
     v = make_ring(v_desc, TILE.stages, 1)

@@ -19,10 +19,12 @@ Method: Shah et al. 2024 (FlashAttention-3), algorithm 3.
 
 from typing import NamedTuple
 
-from ..common.score import score, score_gradient
+from ..common.score import biased, capped, score_gradient, score_weight, slope_of_head
 from ..common.softmax import probabilities
+from ..structs import Extras
 from .channel import WARPGROUP, arrive, sync
 from .cut import masked
+from .distance import distances
 from .gluon import async_add, barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, in_fours, operand, shared
 
@@ -126,8 +128,9 @@ def send_dq(dq, memory, dq_desc, block, WARPGROUP_ID: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
-def start(memory, turn, m0, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """(p of a block, its dP in flight); without need of dQ and dK, p twice."""
+def start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """(p of a block, its weight, its dP in flight); without need of dQ and dK no dP."""
+    m0 = place.m0
     M: gl.constexpr = TILE.m
     D: gl.constexpr = TILE.d
     DV: gl.constexpr = TILE.dv
@@ -137,6 +140,9 @@ def start(memory, turn, m0, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr,
     full = (turn // TILE.stages) & 1
     k_ND = reinterpret(memory.k.tiles.index(WARPGROUP_ID), DTYPE, [ROWS, D], shared(D, 2))
     zeros_NM = gl.zeros([ROWS, M], gl.float32, accumulator(M))
+    extras = Extras(
+        grid.extras.inner, slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC), None, None, grid.extras.cap_log2
+    )
     mbarrier.wait(memory.q.full.index(slot), full)
     if SPEC.varlen:
         if m0 + M > visit.rows_q:
@@ -159,25 +165,30 @@ def start(memory, turn, m0, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr,
         s_NM = warpgroup_mma_wait(1, deps=(s_NM,))
     else:
         s_NM = warpgroup_mma_wait(0, deps=(s_NM,))
-    s_NM = score(s_NM, SPEC)
+    t_NM = capped(s_NM, extras, SPEC, True)
+    distance_NM = None
+    if SPEC.alibi:  # of keys from queries: its sign doesn't matter
+        distance_NM = distances(s_NM, visit.n0 + WARPGROUP_ID * ROWS - m0 - visit.diagonal, M)
+    s_NM = biased(t_NM, extras, distance_NM, SPEC)
     if TILE.mask == ALWAYS:
         s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
     elif TILE.mask == BRANCH:
         if (m0 < visit.full_lo) | (m0 >= visit.full_hi):
             s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
     lse_M = numbers(memory.rows, slot, 0, TILE)  # read ahead, while s is in flight, it costs 3 %
-    return probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2), dp_NM
+    p_NM = probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2)
+    return p_NM, score_weight(p_NM, t_NM, SPEC), dp_NM
 
 
 @gluon.jit
-def finish_ds(p_NM, dp_NM, memory, turn, SPEC: gl.constexpr, TILE: gl.constexpr):
+def finish_ds(weight_NM, dp_NM, memory, turn, SPEC: gl.constexpr, TILE: gl.constexpr):
     """ds in 16 bits, when dP is there."""
-    ds_NM = p_NM
+    ds_NM = weight_NM
     if SPEC.need_dq or SPEC.need_dk:
         delta_M = 0.0
         if not TILE.init:
             delta_M = gl.expand_dims(numbers(memory.rows, turn % TILE.stages, 1, TILE), 0)
-        ds_NM = score_gradient(p_NM, warpgroup_mma_wait(0, deps=(dp_NM,)), delta_M)
+        ds_NM = score_gradient(weight_NM, warpgroup_mma_wait(0, deps=(dp_NM,)), delta_M)
     return ds_NM.to(memory.q.tiles.dtype)
 
 
@@ -243,8 +254,8 @@ def step(
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
-    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
-    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
+    p_NM, weight_NM, dp_NM = start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
     p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
     if SPEC.need_dq:
         store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
@@ -260,8 +271,8 @@ def delayed_step(
     FIRST: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
-    p_NM, dp_NM = start(memory, turn, place.m0, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
-    ds_NM = finish_ds(p_NM, dp_NM, memory, turn, SPEC, TILE)
+    p_NM, weight_NM, dp_NM = start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
     if not FIRST:
         sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
     store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)

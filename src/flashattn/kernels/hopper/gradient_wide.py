@@ -19,10 +19,11 @@ Method: Dao 2023 (FlashAttention-2), algorithm 2.
 
 from typing import NamedTuple
 
-from ..common.score import score, score_gradient
+from ..common.score import score_gradient
 from ..common.softmax import probabilities
 from .channel import arrive, sync
 from .cut import masked
+from .distance import scores
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .gradient import ALWAYS, BOTH, ONE_AND_WRITER, clear_rows, numbers
 from .layouts import ROWS, accumulator, operand, shared
@@ -184,9 +185,9 @@ def await_do(memory, turn, m0, visit, SPEC: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def store_p(s_NM, memory, turn, m0, visit, grid, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """Probabilities of finished scores, for both warpgroups."""
-    s_NM = score(s_NM, SPEC)
+def store_p(s_NM, extras, memory, turn, m0, visit, grid, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """Probabilities of finished products, for both warpgroups."""
+    s_NM = scores(s_NM, extras, visit.n0 - m0 - visit.diagonal, SPEC, ROWS)
     if SPEC.ragged or SPEC.left or SPEC.right:
         if TILE.mask == ALWAYS:
             s_NM = masked(s_NM, m0, visit, grid, 0, SPEC, TILE)

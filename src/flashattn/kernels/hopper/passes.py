@@ -24,7 +24,7 @@ def block_of_queries(cu_q, total_q, batch, heads_q, blocks, TILE: tl.constexpr, 
     BLOCK_M: tl.constexpr = TILE.m
     index = tl.num_programs(0) - 1 - tl.program_id(0)
     lane = index // blocks
-    tile, entry, head, start, rows, _, _ = locate(
+    tile, entry, head, start, rows, _, _, _ = locate(
         index - lane * blocks, lane, heads_q, cu_q, cu_q, BLOCK_M, total_q, total_q, batch, VARLEN
     )
     return index, entry, head, start + tile * BLOCK_M, rows - tile * BLOCK_M

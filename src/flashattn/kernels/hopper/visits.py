@@ -36,6 +36,7 @@ class Grid(NamedTuple):
     blocks: object
     left: object
     right: object
+    extras: object
 
 
 class Visit(NamedTuple):
@@ -43,6 +44,7 @@ class Visit(NamedTuple):
 
     steps: object  # blocks of queries, over all heads of the group
     entry: object  # of the batch
+    sequence: object  # the same, but of a packed batch its number
     head_kv: object
     q_row: object
     rows_q: object
@@ -72,7 +74,7 @@ def find(grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     slot, lane = tile_in_order(gl.program_id(0), grid.per_wave, grid.lanes, grid.wave)
     if from_the_last(SPEC, TILE):
         slot = grid.per_wave // grid.wave - 1 - slot
-    tile, entry, head_kv, k_start, rows_k, q_start, rows_q = locate(
+    tile, entry, head_kv, k_start, rows_k, q_start, rows_q, sequence = locate(
         slot, lane, grid.heads_kv, grid.cu_k, grid.cu_q, N, grid.total_k, grid.total_q, grid.batch, SPEC.varlen
     )
     n0 = tile * N
@@ -85,10 +87,9 @@ def find(grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     steps = gl.where(n0 < rows_k, (hi - lo) // TILE.m * grid.group, 0)
     block = (entry * grid.heads_kv + head_kv) * grid.group * grid.blocks + lo // TILE.m
     if SPEC.varlen:
-        sequence = slot - tile - k_start // N
         block += q_start // TILE.m + sequence
     return Visit(
-        steps, entry, head_kv, q_start, rows_q, k_start + n0, n0, rows_k - n0, diagonal, lo, full_lo, full_hi, hi, block
+        steps, entry, sequence, head_kv, q_start, rows_q, k_start + n0, n0, rows_k - n0, diagonal, lo, full_lo, full_hi, hi, block
     )  # fmt: skip
 
 

@@ -64,7 +64,7 @@ def look(index, walk, SPEC: gl.constexpr, TILE: gl.constexpr):
     """As `find`, but the tile may have no rows. One without keys visits a block all the same, of which the mask keeps nothing."""
     BLOCK: gl.constexpr = ROWS * TILE.consumers
     slot, lane = tile_in_order(gl.minimum(index, walk.tiles - 1), walk.per_wave, walk.lanes, walk.wave)
-    tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
+    tile, entry, head, q_start, rows_q, k_start, rows_k, sequence = locate(
         walk.slots - 1 - slot, lane, walk.heads_q, walk.cu_q, walk.cu_k, BLOCK, walk.total_q, walk.total_k, walk.batch, SPEC.varlen
     )
     m0 = tile * BLOCK
@@ -72,6 +72,8 @@ def look(index, walk, SPEC: gl.constexpr, TILE: gl.constexpr):
     lo, _, _, hi = key_range(m0, rows_q, rows_k, diagonal, walk.left, walk.right, SPEC, BLOCK, TILE.n)
     hi = gl.maximum(hi, lo + TILE.n)
     blocks = gl.where(index < walk.tiles, (hi - lo) // TILE.n, 0)
+    if SPEC.alibi or SPEC.sinks:
+        entry = sequence
     task = Task(blocks, entry, head, q_start + m0, rows_q - m0, m0 + diagonal, rows_k, hi)
     return index, task, k_start + hi
 

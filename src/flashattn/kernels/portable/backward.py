@@ -2,8 +2,8 @@
 
 Legend: M query rows, N keys, D query/key dim, V value dim. Nothing but out and lse was kept: the probabilities of a tile are rebuilt
 as exp(score - lse). With dp = dO v^T and delta = rowsum(dO * out) - dlse, the gradient of a score is ds = p * (dp - delta) and
-    dV = p^T dO,   dK = scale * ds^T q,   dQ = scale * ds k.
-The gradient of lse enters through delta alone, because d lse / d score is p as well.
+    dV = p^T dO,   dK = scale * ds^T q,   dQ = scale * ds k    (with a softcap ds takes its derivative first, see common/score.py).
+The gradient of lse enters through delta alone, because d lse / d score is p as well. A sink is in lse, so none is asked for here.
 Method: Dao et al. 2022 (FlashAttention), appendix B.4; Dao 2023 (FlashAttention-2), algorithm 2. The dK/dV pass works on transposed
 tiles [N, M], so that p^T and ds^T are left operands straight from registers.
 """
@@ -14,9 +14,9 @@ import triton.language as tl
 from ..common.bounds import key_range, query_range
 from ..common.index import head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
-from ..common.score import score, score_gradient
+from ..common.score import biased, capped, score_gradient, score_weight, slope_of_head
 from ..common.softmax import LOG2E, probabilities
-from ..structs import SIZES
+from ..structs import SIZES, Extras
 from .profile import delta_metadata, dkdv_metadata, dq_metadata
 
 
@@ -45,10 +45,15 @@ def attn_bwd_delta(out, dout, dlse, delta, total_q, batch, heads_q, TILE: tl.con
 
 @triton.jit
 def gather_dkdv(
-    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, entry, first_head, group, q_start, rows_q, total_q, n0, diagonal,
-    lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, extras, place, first_head, group, q_start, rows_q, total_q, n0, diagonal, aligned,
+    visit, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both."""
+    """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both.
+
+    place: (batch entry, sequence, batch). visit: (lo, full_lo, full_hi, hi). aligned: the diagonal's offset as ALiBi has it.
+    """
+    entry, sequence, batch = place
+    lo, full_lo, full_hi, hi = visit
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -69,14 +74,21 @@ def gather_dkdv(
         q_pointers = q_first + (step(member, q.stride_h, TILE.align) + step(m0, q.stride_n, TILE.align))
         q_MD = load_tile(q_pointers, rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
         lse_M = load_row(lse + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
-        s_NM = score(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), SPEC)
-        p_NM = probabilities(s_NM, (lse_M * LOG2E)[None, :], scale_log2)
+        slope = slope_of_head(extras, sequence, batch, first_head + member, SPEC)
+        of_head = Extras(extras.inner, slope, None, None, extras.cap_log2)
+        t_NM = capped(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), of_head, SPEC)
+        distance_NM = None
+        if SPEC.alibi:
+            row_M = m0 + aligned - n0 + tl.arange(0, BLOCK_M)
+            distance_NM = row_M.to(tl.float32)[None, :] - tl.arange(0, BLOCK_N).to(tl.float32)[:, None]
+        p_NM = probabilities(biased(t_NM, of_head, distance_NM, SPEC), (lse_M * LOG2E)[None, :], scale_log2)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (m0 < full_lo) | (m0 >= full_hi):
                 row_M = m0 + tl.arange(0, BLOCK_M)
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], left, right, SPEC)
                 p_NM = tl.where(keep, p_NM, 0.0)
+        weight_NM = score_weight(p_NM, t_NM, SPEC)
         do_pointers = do_first + (step(member, dout.stride_h, TILE.align) + step(m0, dout.stride_n, TILE.align))
         do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
         if SPEC.need_dv:
@@ -84,14 +96,14 @@ def gather_dkdv(
         if SPEC.need_dk:
             delta_M = load_row(delta + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
             dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
-            ds_NM = score_gradient(p_NM, dp_NM, delta_M[None, :])
+            ds_NM = score_gradient(weight_NM, dp_NM, delta_M[None, :])
             dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_NV
 
 
 @triton.jit(do_not_specialize=SIZES, launch_metadata=dkdv_metadata)
 def attn_bwd_dkdv(
-    q, k, v, dout, lse, delta, dk, dv, seqlens, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
+    q, k, v, dout, lse, delta, dk, dv, seqlens, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key/value head, summed over the query heads that read it. Not needed: None."""
@@ -102,7 +114,7 @@ def attn_bwd_dkdv(
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     slot, _, lane = program_tile(total_k, batch, heads_kv, wave, BLOCK_N, SPEC.varlen)
-    tile, entry, head_kv, k_start, rows_k, q_start, rows_q = locate(
+    tile, entry, head_kv, k_start, rows_k, q_start, rows_q, sequence = locate(
         slot, lane, heads_kv, seqlens.cu_k, seqlens.cu_q, BLOCK_N, total_k, total_q, batch, SPEC.varlen
     )
     n0 = tile * BLOCK_N
@@ -123,10 +135,10 @@ def attn_bwd_dkdv(
             scale_log2 = 1.0
         dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_NV = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
-        lo, full_lo, full_hi, hi = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
+        visit = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dk_ND, dv_NV = gather_dkdv(
-            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, entry, head_kv * group, group, q_start, rows_q, total_q, n0,
-            diagonal, lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE,
+            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, extras, (entry, sequence, batch), head_kv * group, group, q_start,
+            rows_q, total_q, n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         if SPEC.need_dk:
             dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
@@ -138,10 +150,10 @@ def attn_bwd_dkdv(
 
 @triton.jit
 def gather_dq(
-    dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
-    SPEC: tl.constexpr, TILE: tl.constexpr,
+    dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, extras, q_pos_M, aligned_M, rows_k, lo, full_lo, full_hi, hi,
+    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [lo, hi) give to dQ of a block of query rows."""
+    """Add what the keys [lo, hi) give to dQ of a block of query rows. aligned_M: positions as ALiBi has them."""
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
     BLOCK_DV: tl.constexpr = TILE.block_dv
@@ -153,22 +165,26 @@ def gather_dq(
     for n0 in tl.range(lo, hi, BLOCK_N):
         k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
         v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
-        s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), SPEC)
-        p_MN = probabilities(s_MN, lse_log2_M[:, None], scale_log2)
+        t_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, SPEC)
+        distance_MN = None
+        if SPEC.alibi:
+            distance_MN = (aligned_M - n0).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
+        p_MN = probabilities(biased(t_MN, extras, distance_MN, SPEC), lse_log2_M[:, None], scale_log2)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
                 p_MN = tl.where(keep, p_MN, 0.0)
+        weight_MN = score_weight(p_MN, t_MN, SPEC)
         dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
-        ds_MN = score_gradient(p_MN, dp_MN, delta_M[:, None])
+        ds_MN = score_gradient(weight_MN, dp_MN, delta_M[:, None])
         dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
     return dq_MD
 
 
 @triton.jit(do_not_specialize=SIZES, launch_metadata=dq_metadata)
 def attn_bwd_dq(
-    q, k, v, dout, lse, delta, dq, seqlens, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
+    q, k, v, dout, lse, delta, dq, seqlens, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """dQ of one block of query rows of one head."""
@@ -180,7 +196,7 @@ def attn_bwd_dq(
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     slot, slots, lane = program_tile(total_q, batch, heads_q, wave, BLOCK_M, SPEC.varlen)
     slot = slots - 1 - slot
-    tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
+    tile, entry, head, q_start, rows_q, k_start, rows_k, sequence = locate(
         slot, lane, heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, total_q, total_k, batch, SPEC.varlen
     )
     m0 = tile * BLOCK_M
@@ -197,14 +213,16 @@ def attn_bwd_dq(
         lse_log2_M = load_row(head_pointer(lse, entry, head, heads_q, total_q) + row, rows_q - m0, BLOCK_M, True) * LOG2E
         delta_M = load_row(head_pointer(delta, entry, head, heads_q, total_q) + row, rows_q - m0, BLOCK_M, True)
         q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
+        aligned_M = m0 + (rows_k - rows_q) + tl.arange(0, BLOCK_M)
         dq_MD = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
         if SPEC.prescaled:
             q_MD = q_MD * scale_log2
             scale_log2 = 1.0
+        of_head = Extras(extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap_log2)
         lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dq_MD = gather_dq(
-            dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2,
-            left, right, SPEC, TILE,
+            dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, rows_k, lo, full_lo, full_hi, hi,
+            scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         dq_base = rows_pointer(dq, entry, head, row, TILE.align)
         store_tile(tile_pointers(dq, dq_base, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)

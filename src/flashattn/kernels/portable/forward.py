@@ -10,18 +10,18 @@ import triton.language as tl
 from ..common.bounds import key_range
 from ..common.index import head_pointer, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
-from ..common.score import score
+from ..common.score import score, sink_of_head, slope_of_head
 from ..common.softmax import finish, softmax_step
-from ..structs import SIZES
+from ..structs import SIZES, Extras
 from .profile import forward_metadata
 
 
 @triton.jit
 def attend(
-    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
+    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, q_pos_M, aligned_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask."""
+    """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask. aligned_M: positions as ALiBi has them."""
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
     BLOCK_DV: tl.constexpr = TILE.block_dv
@@ -32,7 +32,10 @@ def attend(
     v_pointers = tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align)
     for n0 in tl.range(lo, hi, BLOCK_N):
         k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
-        s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), SPEC)
+        distance_MN = None
+        if SPEC.alibi:
+            distance_MN = (aligned_M - n0).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
+        s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, distance_MN, SPEC)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
@@ -46,10 +49,10 @@ def attend(
 
 @triton.jit(do_not_specialize=SIZES, launch_metadata=forward_metadata)
 def attn_fwd(
-    q, k, v, out, lse, seqlens, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale_log2,
+    q, k, v, out, lse, seqlens, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale_log2,
     SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """out = softmax(scale * q k^T, masked) v and lse, for one block of rows of one head."""
+    """out = softmax(score of q k^T, masked) v and lse, for one block of rows of one head."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -58,7 +61,7 @@ def attn_fwd(
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     slot, slots, lane = program_tile(total_q, batch, heads_q, wave, BLOCK_M, SPEC.varlen)
     slot = slots - 1 - slot  # under a causal mask the last rows have the most keys: start them first
-    tile, entry, head, q_start, rows_q, k_start, rows_k = locate(
+    tile, entry, head, q_start, rows_q, k_start, rows_k, sequence = locate(
         slot, lane, heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, total_q, total_k, batch, SPEC.varlen
     )
     m0 = tile * BLOCK_M
@@ -70,17 +73,21 @@ def attn_fwd(
         v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
         q_MD = load_tile(tile_pointers(q, q_base, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
+        aligned_M = m0 + (rows_k - rows_q) + tl.arange(0, BLOCK_M)
         if SPEC.prescaled:
             q_MD = q_MD * scale_log2
             scale_log2 = 1.0
 
         acc_MV = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        m_M = tl.full([BLOCK_M], float("-inf"), tl.float32)
-        l_M = tl.zeros([BLOCK_M], tl.float32)
+        # as if a key of value 0, whose score is the sink, had been folded in
+        of_head = Extras(extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap_log2)
+        sink = sink_of_head(extras, sequence, batch, head, SPEC)
+        m_M = tl.full([BLOCK_M], sink, tl.float32)
+        l_M = tl.where(m_M == float("-inf"), 0.0, 1.0)
         lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         acc_MV, m_M, l_M = attend(
-            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, q_pos_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
-            SPEC, TILE,
+            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, rows_k,
+            lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         out_MV, lse_M = finish(acc_MV, m_M, l_M)
         out_base = rows_pointer(out, entry, head, q_start + m0, TILE.align)
