@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from ..checks import NO_SLOPES_GRADIENT
-from . import schemas
+from . import schemas, sharding
 from .again import unheard, wants_gradients
 from .schemas import LIBRARY
 
@@ -23,6 +23,7 @@ _INPUTS, _OPTIONS = 5, 11  # arguments of attn_fwd: q, k, v, alibi_slopes, sinks
 
 def _differentiable(function, *args):
     """The Function where somebody wants a derivative, else the kernel."""
+    sharding.ready()
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
     wanted = (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or (
         forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
@@ -41,6 +42,7 @@ def _run(function, operator, *args):
     torch.func's transforms act on a Function itself, before an operator is dispatched.
     """
     if torch.compiler.is_compiling():
+        sharding.ready()
         return operator(*args)
     return function.apply(*args) if torch._C._are_functorch_transforms_active() else _differentiable(function, *args)
 
