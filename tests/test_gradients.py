@@ -184,6 +184,15 @@ def test_a_plain_loss_of_lse_with_rows_without_keys(impl, device):
     assert not inputs[0].grad[:, :5].any()
 
 
+@pytest.mark.parametrize("sink", [1e8, 1e12, 1e30])
+@pytest.mark.parametrize("impl, device", WHERE)
+def test_sinks_that_lse_does_not_resolve(impl, device, sink):
+    """e^(sink - lse) is at most 1, however lse is rounded: their gradient stays within what comes."""
+    data = dense(20, 9, batch=2, heads=6, dim=24, dtype=torch.float32, device=device)
+    results = run(data.with_(sinks=sink / (3 + torch.arange(6, device=device))), impl, causal=True)
+    assert (results.dsinks.abs() <= 1.001 * data.dlse.abs().sum((0, 2))).all() and not results.out.any()
+
+
 @pytest.mark.parametrize("impl, device", WHERE)
 def test_a_second_derivative_is_refused(impl, device):
     data = sized(impl, device)

@@ -124,3 +124,39 @@ def test_the_last_wave_of_the_backward_is_as_full_as_the_others():
         assert (found, slots) == (lanes, 64) and 1 <= wave <= min(lanes, 5)
         if lanes % 4 == 0:
             assert wave in (4, 5) and lanes % wave == 0
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("negative", [False, True])
+def test_the_gradient_of_sinks(packed, negative):
+    """Summed from lse and delta of blocks, where a sink's share of a row is at most 1, however lse is rounded."""
+    from flashattn.launch.hopper_backward import _sinks_gradient, blocks_of
+
+    problem = Problem("bfloat16", 2, 130, 130, 3, 3, 64, 64, 0.1, varlen=packed, total_q=130 * packed, total_k=130 * packed, sinks=True)
+    config = hopper_backward_row(problem)
+    blocks, lanes = blocks_of(problem, config.block_m)
+    torch.manual_seed(0)
+    sinks = torch.tensor([0.5, -math.inf, 3e11])
+    heads = torch.arange(lanes) % 3
+    share, delta = torch.rand(blocks * lanes, config.block_m), torch.randn(blocks * lanes, config.block_m)
+    share.view(lanes, blocks, -1)[heads == 1], share.view(lanes, blocks, -1)[heads == 2] = 0.0, 1.0
+    lse = sinks[heads].repeat_interleave(blocks)[:, None] * math.log2(math.e) - share.log2()
+    lse[heads.repeat_interleave(blocks) == 1] = 0.0
+    lse[heads.repeat_interleave(blocks) == 2] *= 1 - 2.0**-23
+    share[:, ::7], delta[:, ::7], lse[:, ::7] = 0.0, 0.0, math.inf  # rows that don't exist
+    numbers = torch.stack([lse, -delta if negative else delta], 1)
+    found = _sinks_gradient(problem, config, negative, numbers.flatten(1), sinks)
+    expected = -(share * delta).view(-1, 3, blocks * config.block_m).sum(-1)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("batch, rows, keys, dlse", [(2, 5, 0, True), (2, 5, 0, False), (0, 5, 5, True), (2, 0, 5, False)])
+def test_the_gradient_of_sinks_where_nothing_is_launched(batch, rows, keys, dlse):
+    """[batch, heads] as the operator's fake has it, and a row without keys owes the sink what came into its lse."""
+    from flashattn.launch.hopper_backward import backward
+
+    q, k = (torch.zeros(batch, n, 3, 8, dtype=torch.float16) for n in (rows, keys))
+    lse, sinks = torch.zeros(batch, 3, rows), torch.zeros(3)
+    problem = Problem("float16", batch, rows, keys, 3, 3, 8, 8, 0.1, sinks=True)
+    *_, dsinks = backward(problem, (True,) * 4, None, torch.ones_like(lse) if dlse else None, q, k, k, q, lse, sinks=sinks)
+    assert torch.equal(dsinks, torch.full((batch, 3), float(rows if dlse and not keys else 0)))

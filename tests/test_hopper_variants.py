@@ -13,6 +13,7 @@ from test_hopper_backward import PACKED
 from test_variants import VARIANTS
 
 pytestmark = [gpu, on_hopper]
+DIMS = [64, 128, 256]
 MASKS = {"none": {}, "causal": {"causal": True}, "window": {"window": (100, 5)}}
 
 
@@ -21,12 +22,12 @@ def grads_of(dim: int, options) -> str:
     return "" if dim > 128 and "softcap" in options else "qkvs"
 
 
-@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("dim", DIMS)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_masks(variant, dim):
     """One mask each, so that every variant and every head dim meets all three."""
     extras, options = VARIANTS[variant]
-    mask = list(MASKS)[(list(VARIANTS).index(variant) + dim // 64) % 3]
+    mask = list(MASKS)[(list(VARIANTS).index(variant) + DIMS.index(dim)) % 3]
     lengths = {"none": (301, 703), "causal": (703, 301), "window": (512, 640)}[mask]
     data = with_extras(dense(*lengths, batch=2, heads=4, heads_kv=2, dim=dim, **BFLOAT16), **extras)
     check(data, "hopper", grads=grads_of(dim, options), **options, **MASKS[mask])

@@ -61,6 +61,21 @@ def test_gradients_by_finite_differences():
     assert torch.autograd.gradgradcheck(merge_attention_states, leaves)
 
 
+@pytest.mark.parametrize("apart", [200.0, math.inf])
+def test_second_derivatives_where_one_part_is_all(apart):
+    """Float32's e^89 is infinite, and a derivative that divides by it is 0 the first time and NaN the second."""
+    (out1, lse1), (out2, lse2) = states(dtype=torch.float32), states(dtype=torch.float32, seed=1)
+    leaves = [x.requires_grad_() for x in (out1, lse1 - apart, out2, lse2)]
+    out, lse = merge_attention_states(*leaves)
+    first = torch.autograd.grad((out.sin().sum() + lse.sin().sum()), leaves, create_graph=True)
+    second = torch.autograd.grad(sum(x.square().sum() for x in first), leaves)
+    zero = torch.zeros(())
+    alone = [torch.cos(out2), torch.cos(lse2)], [-torch.sin(2 * out2), -torch.sin(2 * lse2)]
+    for found, expected in zip((first, second), alone, strict=True):
+        for x, y in zip(found, (zero, zero, *expected), strict=True):
+            torch.testing.assert_close(x, y.expand_as(x))
+
+
 @pytest.mark.parametrize("shift", [0.0, 1e4, -1e4])
 def test_scores_far_from_zero_and_far_apart(shift):
     (out1, lse1), (out2, lse2) = states(dtype=torch.float32), states(dtype=torch.float32, seed=1)

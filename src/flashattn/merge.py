@@ -41,7 +41,7 @@ def merge_attention_states(
     none1, none2 = lse1 == -math.inf, lse2 == -math.inf
     none = none1 & none2
     lse1, lse2 = (lse.to(wide).masked_fill(none, 0.0) for lse in (lse1, lse2))
-    lse = torch.logaddexp(lse1, lse2)
+    lse = torch.logsumexp(torch.stack((lse1, lse2)), 0)  # the second derivative of logaddexp is NaN 89 apart
     out = _share(out1, lse1 - lse, none1, wide) + _share(out2, lse2 - lse, none2, wide)
     return out.to(out1.dtype), lse.masked_fill(none, -math.inf)
 

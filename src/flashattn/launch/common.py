@@ -151,6 +151,8 @@ def without_rows(empty, dout, dlse):
 
 def sinks_gradient(sinks, lse, delta):
     """-sum over rows of e^(sink - lse) delta, as of a key of value 0: [batch, heads_q], or [1, heads_q] of a packed call. delta is
-    rowsum(dO * out) - dlse of all rows. Those past the end of a packed batch have no sink, and an lse of -inf."""
-    share = torch.where(lse == float("-inf"), 0.0, torch.exp(sinks.unsqueeze(-1) - lse) * delta)
+    rowsum(dO * out) - dlse of all rows. Those past the end of a packed batch have no sink, and an lse of -inf.
+
+    The exponent is at most 0, but for the rounding of lse, which may be larger than 1."""
+    share = torch.where(lse == float("-inf"), 0.0, torch.exp((sinks.unsqueeze(-1) - lse).clamp(max=0.0)) * delta)
     return share.sum(-1).neg_().view(-1, sinks.shape[0])

@@ -157,10 +157,11 @@ def _addressable(tensor):
 
 
 def _sinks_gradient(problem: Problem, config: HopperBackwardConfig, negative: bool, numbers, sinks):
-    """Of each batch entry, from lse and delta as the pass before has stored them. Rows that don't exist have a delta of 0."""
+    """Of each batch entry, from lse and delta as the pass before has stored them. Rows that don't exist have a delta of 0. Clamped as in
+    common.sinks_gradient."""
     blocks, _ = blocks_of(problem, config.block_m)
     lse, delta = numbers.view(-1, problem.heads_q, blocks, 2, config.block_m).unbind(3)
-    share = torch.where(delta == 0, 0.0, torch.exp2(sinks[:, None, None] * LOG2_E - lse) * delta).sum((2, 3))
+    share = torch.where(delta == 0, 0.0, torch.exp2((sinks[:, None, None] * LOG2_E - lse).clamp(max=0.0)) * delta).sum((2, 3))
     return share if negative else share.neg_()
 
 
@@ -218,7 +219,7 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
             found = [
                 torch.zeros_like(x, memory_format=torch.contiguous_format) if need else None for x, need in zip(like, needs, strict=False)
             ]
-            dsinks = torch.zeros(1, problem.heads_q, device=q.device) if needs[3] else None
+            dsinks = torch.zeros(1 if problem.varlen else problem.batch, problem.heads_q, device=q.device) if needs[3] else None
         else:
             out = None if out is None else _addressable(out)
             *found, dsinks = _launch_all(

@@ -28,7 +28,7 @@ from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret
 from .gradient import ALWAYS, BOTH, ONE_AND_WRITER, clear_rows, numbers
 from .layouts import ROWS, accumulator, operand, shared
 
-# Hardware barriers. Triton takes 0 to 4 in a kernel of four partitions.
+# Hardware barriers. Triton takes 0 to 5 in a kernel of five partitions.
 P_FULL = gl.constexpr(6)
 DS_FULL = gl.constexpr(7)
 DQ_EMPTY = gl.constexpr(8)  # + warpgroup: its turn to store its part of dQ

@@ -48,7 +48,7 @@ class BackwardTile(NamedTuple):
     delayed: bool  # dQ of a block is made one step later, so that warpgroups need not wait for each other
     fours: bool  # lse and delta lie in the order in which a thread reads four at once
     init: bool  # dP starts from -delta, which then needs no registers
-    writers: bool  # warps of their own send dQ away, two, or one if `wide`; otherwise the warpgroups do
+    writers: bool  # two warps of their own send dQ away, as they always do if `wide`; otherwise the warpgroups do
     mask: int  # 0, or ALWAYS or BRANCH of gradient.py
     ordered: bool  # dQ is summed in the order of the keys
     wide: bool = False  # for head dims above 128: see gradient_wide.py
