@@ -103,8 +103,8 @@ def attention(
             GPU's instruction, within 2**-11 of its size; that of the others is exact to float32.
         alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``: what a step away from the diagonal costs a score. The diagonal is the
             bottom-right one, with ``causal="top-left"`` too. No gradient: a tensor that requires one is refused.
-        sinks: ``[heads_q]``, float32 or q's dtype: a learned logit of each head, in natural units, that takes its share of the softmax and
-            gives nothing. -inf is none. Differentiable.
+        sinks: ``[heads_q]``, float32, float16 or bfloat16: a learned logit of each head, in natural units, that takes its share of the
+            softmax and gives nothing. -inf is none, and so is less than -2e38; nothing above 2e38. Differentiable.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it

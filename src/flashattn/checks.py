@@ -109,7 +109,7 @@ def check_slopes(alibi_slopes, q, heads, batch) -> None:
 def check_sinks(sinks, q, heads) -> None:
     if sinks is None:
         return
-    _check_per_head("sinks", sinks, q, (torch.float32, q.dtype))
+    _check_per_head("sinks", sinks, q, (torch.float32, torch.float16, torch.bfloat16))  # q may have been cast by autocast
     if tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected [heads_q] ({heads},)")
 
