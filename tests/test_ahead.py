@@ -209,6 +209,7 @@ def first_call(cache, *argv) -> subprocess.Popen:
 
 
 @pytest.mark.gpu
+@pytest.mark.big(2)  # alone: it is timed
 def test_after_a_warmup_a_new_process_compiles_nothing(tmp_path, monkeypatch):
     cold = float(first_call(tmp_path / "empty").communicate()[0])
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "warm"))
@@ -218,11 +219,12 @@ def test_after_a_warmup_a_new_process_compiles_nothing(tmp_path, monkeypatch):
     warm = float(first_call(tmp_path / "warm").communicate()[0])
     assert made == sorted(path.name for path in (tmp_path / "warm").iterdir()), "something was compiled after all"
     print(f"first call: cold {cold:.2f} s, after a warmup {warm:.2f} s")
-    assert warm < cold and warm < 1
+    assert warm < cold / 3 and warm < 1.5
 
 
 @pytest.mark.gpu
 @pytest.mark.slow
+@pytest.mark.big(20)
 def test_sixteen_processes_share_an_empty_cache(tmp_path):
     start = time.monotonic()
     workers = [first_call(tmp_path) for _ in range(16)]

@@ -176,6 +176,7 @@ def test_lines_against_the_length():
 
 
 @pytest.mark.gpu
+@pytest.mark.big(8)  # alone: it is timed
 @pytest.mark.no_poison
 def test_measure_on_this_gpu(tmp_path):
     path = tmp_path / "m.json"

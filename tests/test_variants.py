@@ -56,7 +56,7 @@ def some(masks, where, turn):
 def test_variants_under_masks(impl, device, dtype, variant, kind):
     extras, options = VARIANTS[variant]
     turn = list(VARIANTS).index(variant) + (kind == "packed") + 2 * (dtype == torch.float32)
-    for mask in some(MASKS, (impl, device), turn):
+    for mask in some(MASKS, (impl, device), turn, dtype):
         check(sized(impl, device, kind, extras, dtype=dtype), impl, **options, **mask)
 
 
