@@ -150,11 +150,14 @@ def host_time(data: dict) -> str:
 
 def memory(data: dict) -> str:
     rows = [row for row in data["rows"] if is_ours(row) and row.get("peak_over_baseline") is not None]
-    peak, extra = (span([row[f"{which}_over_baseline"] for row in rows], 2) for which in ("peak", "extra"))
-    lengths = " and ".join(f"{row['seqlen']}" for row in rows)
+    lengths = " and ".join(dict.fromkeys(str(row["seqlen"]) for row in rows))
+    shares = []
+    for name in dict.fromkeys(row["provider"] for row in rows):
+        peak, extra = (span([row[f"{which}_over_baseline"] for row in rows if row["provider"] == name], 2) for which in ("peak", "extra"))
+        shares.append(f"{peak} ({extra} without the inputs) with `{name.partition('-')[2] or name}`")
     return (
-        f"Peak memory of a forward and a backward at S {lengths} is {peak} of what {PEERS[data['baseline']]} takes, or {extra} without the "
-        f"inputs ([measured](benchmarks/results/{GPU}-memory.json), {data['date'][:10]})."
+        f"Peak memory of a forward and a backward at S {lengths}, in parts of what {PEERS[data['baseline']]} takes: {', '.join(shares)} "
+        f"([measured](benchmarks/results/{GPU}-memory.json), {data['date'][:10]})."
     )
 
 
