@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
-from unittest.mock import patch
 
 import pytest
 from benchmarks import console, readme
@@ -50,11 +49,21 @@ def takes(word: str) -> bool:
 
 def run(document: str, text: str) -> dict:
     """Run the runnable blocks of a document; a traceback names its lines."""
-    module = ModuleType("__main__")
-    with patch.dict(sys.modules, {"__main__": module}):  # where torch looks for what a function reads
+    module, main = ModuleType("__main__"), sys.modules["__main__"]
+    sys.modules["__main__"] = module  # where torch looks for what a function reads
+    try:  # and not patch.dict, which would unload what the blocks import: torch registers compilers once
         for block in runnable(text):
             exec(compile("\n" * (block.line - 1) + block.code, document, "exec"), vars(module))
+    finally:
+        sys.modules["__main__"] = main
     return vars(module)
+
+
+def test_what_a_document_imports_stays_imported():
+    name = "wave"
+    sys.modules.pop(name, None)
+    run("page.md", f"```python\nimport {name}\n```\n")
+    assert name in sys.modules
 
 
 def headings(text: str) -> set[str]:
