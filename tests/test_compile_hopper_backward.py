@@ -14,7 +14,7 @@ from aot import Job
 from flashattn.dispatch.configs import hopper
 from flashattn.dispatch.table import hopper_backward_row
 from test_compile import CHOSEN_UNDER, TRITON
-from test_compile_hopper import EXTRAS, VARIANTS, problem_of
+from test_compile_hopper import EXTRA_DIMS, EXTRAS, VARIANTS, problem_of
 
 pytestmark = pytest.mark.compile_only
 OURS = set(range(6, 16))  # hardware barriers of kernels/hopper/gradient.py
@@ -34,6 +34,8 @@ def build(head_dim: int, head_dim_v: int, variant: str, needs: str, ordered: boo
 
 
 def runs(head_dim: int, head_dim_v: int, variant: str) -> bool:
+    if (head_dim, head_dim_v) not in EXTRA_DIMS.get(variant, DIMS):
+        return False
     return not problem_of(head_dim, head_dim_v, variant).softcap or max(head_dim, head_dim_v) <= 128
 
 
