@@ -108,7 +108,7 @@ def attention(
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it
-            too. Only ``"hopper"`` has to be asked, for dq, and takes up to a fifth longer then, at head dims above 128 up to two fifths.
+            too. Only ``"hopper"`` has to be asked, for dq, and takes longer then: parts of dq wait for their turn.
         impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"hopper"`` (Gluon: compute
             capability 9.0; float16 and bfloat16; every row of q, k and v aligned to 16 bytes and no dimension expanded; head_dim_v, and
             for the backward head_dim too, a multiple of 8; neither softcap, alibi_slopes nor sinks), ``"portable"`` (Triton) or

@@ -7,8 +7,8 @@ that only the GPU knows; "packed long", where there is a row for it, of LONG / 2
 Rows of the backward are "open", "masked", "window" or "packed".
 
 Figures are speeds in those of cuDNN (through SDPA) in the same interleaved run, at 1024 / 4096 / 16 384 tokens a sequence: bf16, 16 384
-tokens, heads x dim 2048, one H200, 2026-11-30, Triton 3.6.0, torch 2.11.0. They are from the making of the kernel, which changed between
-them: they rank the rows and are no claim of speed. Runs differ by 3 % and cards by more, so compare within a line.
+tokens, heads x dim 2048, one H200, 2026-11-30 and 2026-12-01, Triton 3.6.0, torch 2.11.0. They are from the making of the kernels, which
+changed between them: they rank the rows and are no claim of speed. Runs differ by 3 % and cards by more, so compare within a line.
 """
 
 from typing import NamedTuple
@@ -48,7 +48,8 @@ class HopperBackwardConfig(NamedTuple):
     delayed: dQ of a block is made one step later, and the warpgroups need not wait for each other. init: dP starts from -delta. fours: lse
     and delta are read four at a time. writers: warps of their own send dQ away, as they always do in a deterministic call. mask: where a
     call has one, 1 masks all blocks, 2 branches to those that need it. heads: as many at most are walked side by side, as far as what they
-    share fits in L2. A thread spills at most 288 bytes under Triton 3.6.0, and 544 under newer ones (64: 236 to 516).
+    share fits in L2. A thread spills at most 288 bytes under Triton 3.6.0, and 544 under newer ones (64: 236 to 516); with
+    a softcap or ALiBi 1280.
     wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed`, `init` and `writers` say
     nothing, and the stages are of Q; those of dO are `do_stages`. own: a warpgroup multiplies what it made itself, p or ds, from its
     registers.
