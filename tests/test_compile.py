@@ -121,7 +121,7 @@ def variants_of(name: str, itemsize: int, dim: int, cc: int) -> list[str]:
     """Which variants of attention a row is compiled for. Passes and head dims take turns with those of UNEQUAL."""
     everything = os.environ.get("FLASHATTN_COMPILE_ALL") == "1"
     turn = DIMS.index(dim) + ("dkdv", "forward", "dq", "dk", "dv").index(name) + itemsize if name != "delta" else 0
-    alone = list(ALONE) if name == "dkdv" and itemsize == 2 else []  # float32: a known spill, see configs/portable.py
+    alone = list(ALONE) if name == "dkdv" else []
     if name == "delta":
         return list(DELTA) if everything or cc == 80 else ["causal-ragged"]
     if everything:

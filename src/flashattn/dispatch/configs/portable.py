@@ -3,8 +3,8 @@ under Triton 3.6, 3.8 and 3.9.
 
 Key: (pass, bytes of an element, largest padded head dim), with a fourth member for a row that serves only some calls: "padded", head dims
 that are no power of two (their masks take registers); "unaligned", padded ones whose rows load element by element; "open", neither a mask
-nor grouped heads. "delta" uses block_m alone. One known spill: dK without dV in float32 has 300 bytes of it at head dims over 64. Chosen
-from compiler reports, never timed: a GPU that somebody measures gets a table of its own.
+nor grouped heads. "delta" uses block_m alone. Chosen from compiler reports, never timed: a GPU that somebody measures gets a table of its
+own.
 """
 
 from . import Config

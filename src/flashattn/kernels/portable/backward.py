@@ -61,6 +61,8 @@ def gather_dkdv(
     HEAD_DIM: tl.constexpr = TILE.head_dim
     HEAD_DIM_V: tl.constexpr = TILE.head_dim_v
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    # with dP behind the scores the compiler keeps an operand of it in registers, 300 bytes more than there are
+    DP_FIRST: tl.constexpr = not SPEC.need_dv and k_ND.dtype == tl.float32
     tl.assume(q.stride_n >= 0)  # as torch's all are; untold, the compiler keeps their signs in registers, of which it has none to spare
     tl.assume(dout.stride_n >= 0)
     length = hi - lo
@@ -74,6 +76,10 @@ def gather_dkdv(
         q_pointers = q_first + (step(member, q.stride_h, TILE.align) + step(m0, q.stride_n, TILE.align))
         q_MD = load_tile(q_pointers, rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
         lse_M = load_row(lse + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
+        do_pointers = do_first + (step(member, dout.stride_h, TILE.align) + step(m0, dout.stride_n, TILE.align))
+        if DP_FIRST:
+            do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
+            dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
         slope = slope_of_head(extras, sequence, batch, first_head + member, SPEC)
         of_head = Extras(extras.inner, slope, None, None, extras.cap_log2)
         t_NM = capped(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), of_head, SPEC)
@@ -89,13 +95,14 @@ def gather_dkdv(
                 keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], left, right, SPEC)
                 p_NM = tl.where(keep, p_NM, 0.0)
         weight_NM = score_weight(p_NM, t_NM, SPEC)
-        do_pointers = do_first + (step(member, dout.stride_h, TILE.align) + step(m0, dout.stride_n, TILE.align))
-        do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
+        if not DP_FIRST:
+            do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
         if SPEC.need_dv:
             dv_NV = tl.dot(p_NM.to(do_MV.dtype), do_MV, dv_NV, input_precision=PRECISION)
         if SPEC.need_dk:
             delta_M = load_row(delta + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
-            dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
+            if not DP_FIRST:
+                dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
             ds_NM = score_gradient(weight_NM, dp_NM, delta_M[None, :])
             dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_NV
