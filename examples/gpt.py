@@ -16,7 +16,7 @@ from torch import nn
 VOCAB = 256
 
 
-# Three attentions, all causal: three functions of q [B, T, H, Q], k and v [B, T, H_kv, Q].
+# Four attentions, all causal: functions of q [B, T, H, Q], k and v [B, T, H_kv, Q].
 
 
 def sdpa_attention(q, k, v):
@@ -33,11 +33,29 @@ def eager_attention(q, k, v):
     return torch.einsum("bhqk,bkhd->bqhd", p, v)
 
 
+def flex_attention():
+    """torch's FlexAttention, compiled; the blocks of its mask are found once a length."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    masks, compiled = {}, torch.compile(flex_attention, dynamic=False)
+
+    def attend(q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        rows = q.shape[2]
+        if rows not in masks:
+            masks[rows] = create_block_mask(lambda b, h, i, j: j <= i, None, None, rows, rows, device=q.device)
+        return compiled(q, k, v, block_mask=masks[rows], enable_gqa=q.shape[1] != k.shape[1]).transpose(1, 2)
+
+    return attend
+
+
 def make_attention(name):
     if name == "flashattn":
         from flashattn import attention
 
         return lambda q, k, v: attention(q, k, v, causal=True)
+    if name == "flex":
+        return flex_attention()
     return {"sdpa": sdpa_attention, "eager": eager_attention}[name]
 
 

@@ -192,7 +192,7 @@ def arguments(argv):
     parser = argparse.ArgumentParser(
         description="Train a GPT on real text.", parents=[first], allow_abbrev=False, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--attention", choices=("flashattn", "sdpa", "eager"), default="flashattn")
+    parser.add_argument("--attention", choices=("flashattn", "sdpa", "eager", "flex"), default="flashattn")
     parser.add_argument("--sdpa-backend", choices=SDPA_BACKENDS, help="the only backend --attention sdpa may use; None lets torch choose")
     parser.add_argument("--data", type=Path, help="a file of any text; None: Python's standard library")
     parser.add_argument("--out", type=Path, help="directory of the results; None: runs/PRESET-ATTENTION-TIME")

@@ -1,9 +1,9 @@
-"""The benchmarks of what surrounds the kernels, run whole and small: a Llama's training steps, first calls."""
+"""The benchmarks of what surrounds the kernels, run whole and small: training steps of a Llama and of the example's GPT, first calls."""
 
 import json
 
 import pytest
-from benchmarks import first_call, llama_step
+from benchmarks import first_call, gpt_step, llama_step
 
 
 def test_a_small_llama_takes_the_same_steps(tmp_path, capsys, monkeypatch):
@@ -18,6 +18,28 @@ def test_a_small_llama_takes_the_same_steps(tmp_path, capsys, monkeypatch):
     assert len(ours["losses"]) == 4 and ours["losses"] == pytest.approx(eager["losses"], abs=1e-4)
     assert ours["losses"][-1] < ours["losses"][0] and "ms per step" in capsys.readouterr().out
     assert document["command"].startswith("python -m benchmarks.llama_step --size small")
+
+
+def test_the_gpt_of_the_example_takes_the_same_steps(tmp_path, capsys, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    path = tmp_path / "steps.json"
+    argv = ["--preset", "small", "--steps", "2", "--device", "cpu", "--attentions", "flashattn,sdpa-flash"]
+    assert gpt_step.main([*argv, "--json", str(path)]) == 0
+    document = json.loads(path.read_text())
+    ours, sdpa = document["rows"]
+    assert [row["attention"] for row in (ours, sdpa)] == ["flashattn", "sdpa-flash"] and ours["ms"] > 0 and ours["mfu"] is None
+    assert len(ours["losses"]) == 4 and ours["losses"] == pytest.approx(sdpa["losses"], abs=1e-3)
+    assert ours["losses"][-1] < ours["losses"][0] and "tokens/s" in capsys.readouterr().out
+
+
+def test_an_attention_that_cannot_run_is_named(tmp_path):
+    path = tmp_path / "steps.json"
+    argv = ["--preset", "small", "--steps", "1", "--device", "cpu", "--attentions", "sdpa-cudnn"]  # which no CPU has
+    assert gpt_step.main([*argv, "--json", str(path)]) == 1
+    (row,) = json.loads(path.read_text())["rows"]
+    assert "RuntimeError" in row["failure"]
+    with pytest.raises(SystemExit):
+        gpt_step.main(["--attentions", "fastest"])
 
 
 def test_about_a_billion_parameters():
