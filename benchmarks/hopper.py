@@ -153,21 +153,29 @@ def sdpa_of(workload: Workload, *tensors) -> Call:
     q, k, v = (x.transpose(1, 2) for x in tensors)
     grouped = workload.heads_q != workload.heads_kv
     run = lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=workload.causal, enable_gqa=grouped)  # noqa: E731
-    return Call(run, lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
+    return Call(lambda: run().transpose(1, 2), lambda: sdpa_kernel(SDPBackend.CUDNN_ATTENTION))
 
 
-def time_rows(dims, lengths, variants, rounds: int, warm: bool, masks: str) -> None:
-    """Each variant's result is compared with cuDNN's before it is timed."""
+def portable_of(workload: Workload, *tensors) -> Call:
+    """This library's portable kernel, for what SDPA has no mask for."""
+    from flashattn import attention
+
+    return Call(lambda: attention(*tensors, causal=workload.causal, window=workload.window, impl="portable"))
+
+
+def time_rows(dims, lengths, variants, rounds: int, warm: bool, masks: str, window: int) -> None:
+    """Each variant's result is compared with the peer's, cuDNN's or with a window the portable kernel's, before it is timed."""
     for dim in dims:
         for causal in {"both": (False, True), "causal": (True,), "open": (False,)}[masks]:
             table = {}
             for length in lengths:
                 workload = Workload("", TOKENS // length, length, length, WIDTH // dim, WIDTH // dim, dim, dim, causal)
+                workload = replace(workload, window=(window - 1, 0) if window else None)
                 tensors = inputs_of(workload)
-                calls = {} if warm else {"cudnn": sdpa_of(workload, *tensors)}
+                calls = {} if warm else {"peer": (portable_of if window else sdpa_of)(workload, *tensors)}
                 if not warm:
-                    with calls["cudnn"].entered():
-                        wanted = calls["cudnn"].run().transpose(1, 2)
+                    with calls["peer"].entered():
+                        wanted = calls["peer"].run()
                 for name, changes in variants.items():
                     run, out = launch_of(workload, changes, *tensors)
                     faulthandler.dump_traceback_later(SECONDS, exit=True)
@@ -187,9 +195,9 @@ def time_rows(dims, lengths, variants, rounds: int, warm: bool, masks: str) -> N
                     for name, sample in interleave(calls, CudaClock(), rounds).items():
                         table.setdefault(name, []).append(workload.flops("fwd") / sample.median / 1e9)
             for name, speeds in table.items():
-                ratios = " / ".join(f"{speed / peer:.2f}" for speed, peer in zip(speeds, table["cudnn"], strict=True))
+                ratios = " / ".join(f"{speed / peer:.2f}" for speed, peer in zip(speeds, table["peer"], strict=True))
                 figures = " / ".join(f"{speed:.0f}" for speed in speeds)
-                print(f"d{dim} {'causal' if causal else 'open':6} {name:32} {figures:20} TFLOP/s, x cudnn {ratios}", flush=True)
+                print(f"d{dim} {'causal' if causal else 'open':6} {name:32} {figures:20} TFLOP/s, x peer {ratios}", flush=True)
 
 
 def fields(text: str) -> dict[str, int]:
@@ -204,6 +212,7 @@ def main() -> int:
     parser.add_argument("--dims", default="64,128,256")
     parser.add_argument("--lengths", default="1024,4096,16384")
     parser.add_argument("--masks", default="both", choices=("both", "causal", "open"))
+    parser.add_argument("--window", type=int, default=0, help="of so many keys, with --masks causal")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--try", dest="tries", action="append", default=[], metavar="field=number,...")
     args = parser.parse_args()
@@ -217,7 +226,7 @@ def main() -> int:
         if not all(good):
             return 1
     if args.time or args.warm:
-        time_rows(dims, lengths, {"row": {}} | {text: fields(text) for text in args.tries}, args.rounds, args.warm, args.masks)
+        time_rows(dims, lengths, {"row": {}} | {text: fields(text) for text in args.tries}, args.rounds, args.warm, args.masks, args.window)
     return 0
 
 

@@ -201,11 +201,11 @@ def cudnn_of(workload: Workload, q, k, v, dout):
 
 
 def portable_of(workload: Workload, q, k, v, dout):
-    """As cudnn_of, of this library's portable kernels: for head dims that SDPA's cuDNN doesn't take."""
+    """As cudnn_of, of this library's portable kernels: for head dims that SDPA's cuDNN doesn't take, and windows."""
     from flashattn import attention
 
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    out = attention(*leaves, causal=workload.causal, impl="portable")
+    out = attention(*leaves, causal=workload.causal, window=workload.window, impl="portable")
     run = lambda: torch.autograd.grad(out, leaves, dout, retain_graph=True)  # noqa: E731
     return run(), Call(run)
 
@@ -217,8 +217,9 @@ def timed(workload: Workload, variants, rounds: int, parts: bool, deterministic:
     q, k, v = inputs_of(workload)
     v = v[..., : workload.head_dim_v].contiguous()
     dout = torch.randn_like(q[..., : workload.head_dim_v])
-    wanted, peer = (cudnn_of if workload.head_dim == workload.head_dim_v else portable_of)(workload, q, k, v, dout)
-    out, lse = attention(q, k, v, causal=workload.causal, return_lse=True)
+    known = workload.head_dim == workload.head_dim_v and workload.window is None
+    wanted, peer = (cudnn_of if known else portable_of)(workload, q, k, v, dout)
+    out, lse = attention(q, k, v, causal=workload.causal, window=workload.window, return_lse=True)
     calls = {"peer": peer}
     for name, changes in variants.items():
         runs, found = backward_of(workload, changes, q, k, v, out, lse, dout, deterministic)
@@ -244,6 +245,7 @@ def time_rows(dims, lengths, variants, args) -> None:
             for length in lengths:
                 heads = WIDTH // dim
                 workload = Workload("", TOKENS // length, length, length, heads, heads // args.group, dim, args.dim_v or dim, causal)
+                workload = replace(workload, window=(args.window - 1, 0) if args.window else None)
                 found.append(timed(workload, variants, args.rounds, args.parts, args.deterministic))
             names = dict.fromkeys(name for speeds in found for name in speeds)
             table = {name: [speeds.get(name, float("nan")) for speeds in found] for name in names}
@@ -265,6 +267,7 @@ def main() -> int:
     parser.add_argument("--dim-v", type=int, default=0, help="where it is another; the peer is then the portable backward")
     parser.add_argument("--group", type=int, default=1, help="query heads a key/value head")
     parser.add_argument("--masks", default="both", choices=("both", "causal", "open"))
+    parser.add_argument("--window", type=int, default=0, help="of so many keys, with --masks causal; the peer is then portable too")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--try", dest="tries", action="append", default=[], metavar="field=number,...")
     args = parser.parse_args()

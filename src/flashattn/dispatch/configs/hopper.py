@@ -66,6 +66,7 @@ class HopperBackwardConfig(NamedTuple):
     wide: bool = False
     do_stages: int = 0
     own: bool = False
+    down: bool = False
 
     @property
     def block_n(self) -> int:

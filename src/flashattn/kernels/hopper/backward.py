@@ -43,7 +43,7 @@ def load(q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC: gl.cons
     if visit.steps > 0:
         for half in gl.static_range(2):
             fill(memory.k, half, False, k_desc, visit.entry, visit.k_row + half * ROWS, visit.head_kv, EMPTY, 0, 1)
-    place = first_place(visit, grid)
+    place = first_place(visit, grid, SPEC, TILE)
     for turn in range(visit.steps):
         slot = turn % TILE.stages
         if turn >= TILE.stages:
@@ -123,7 +123,7 @@ def compute(memory, dq_desc, dk, dv, grid, scale, scale_log2, WARPGROUP_ID: gl.c
                     clear_rows(memory.v.tiles.index(WARPGROUP_ID), keys, ROWS, DV)
                 fence_async_shared()
                 sync(DS, BOTH)  # a warpgroup reads the other's K
-    place = first_place(visit, grid)
+    place = first_place(visit, grid, SPEC, TILE)
     if TILE.delayed:
         if visit.steps > 0:
             dk_ND, dv_NV = delayed_step(

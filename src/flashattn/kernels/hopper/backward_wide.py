@@ -50,7 +50,7 @@ def load(q_desc, k_desc, v_desc, do_desc, rows_desc, memory, grid, SPEC: gl.cons
     visit = find(grid, SPEC, TILE)
     if visit.steps > 0:
         fill(memory.k, 0, False, k_desc, visit.entry, visit.k_row, visit.head_kv, Q, 0, PARTS)
-    place = first_place(visit, grid)
+    place = first_place(visit, grid, SPEC, TILE)
     for turn in range(visit.steps):
         slot = turn % TILE.stages
         row = visit.q_row + place.m0
@@ -111,7 +111,7 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
     dk_ND = gl.zeros([ROWS, columns_of(TILE.d, 0)], gl.float32, accumulator(columns_of(TILE.d, 0)))
     dv_NV = gl.zeros([ROWS, columns_of(TILE.dv, 0)], gl.float32, accumulator(columns_of(TILE.dv, 0)))
     if visit.steps > 0:
-        place = first_place(visit, grid)
+        place = first_place(visit, grid, SPEC, TILE)
         mbarrier.wait(memory.k.full.index(0), 0)
         clear_block(memory.k, 0, visit.keys, TILE.d, SPEC)
         await_q(memory, 0, TILE)
@@ -187,7 +187,7 @@ def make_ds(memory, dk, dv, grid, scale, SPEC: gl.constexpr, TILE: gl.constexpr)
         if NEED_DS:
             mbarrier.wait(memory.v.full.index(0), 0)
             clear_block(memory.v, 0, visit.keys, TILE.dv, SPEC)
-    place = first_place(visit, grid)
+    place = first_place(visit, grid, SPEC, TILE)
     for turn in range(visit.steps):
         if NEED_DS:
             await_q(memory, turn, TILE)

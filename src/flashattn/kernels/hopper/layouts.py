@@ -54,6 +54,7 @@ class BackwardTile(NamedTuple):
     wide: bool = False  # for head dims above 128: see gradient_wide.py
     own: bool = False  # then a warpgroup multiplies the p or ds that it made from its registers
     do_stages: int = 0  # then slots for blocks of dO, and `stages` for the rest
+    down: bool = False  # from the last block of queries to the first, and of each all heads: see visits.next_place
 
 
 @gluon.constexpr_function

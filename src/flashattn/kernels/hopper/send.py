@@ -27,7 +27,7 @@ def send(
     visit = find(grid, SPEC, TILE)
     if NEXT == 1 or not TILE.wide:
         arrive(EMPTY + NEXT, ONE_AND_WRITER)
-    place = first_place(visit, grid)
+    place = first_place(visit, grid, SPEC, TILE)
     for _ in range(visit.steps):
         number = place.block * 2 + WARPGROUP_ID
         turn = turn_of(place, visit, grid, SPEC, TILE) if TILE.ordered else 0

@@ -94,19 +94,30 @@ def find(grid, SPEC: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def first_place(visit, grid):
-    return Place(visit.lo, visit.head_kv * grid.group, visit.block)
+def first_place(visit, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
+    m0, block = visit.lo, visit.block
+    if TILE.down:
+        blocks = (visit.hi - visit.lo) // TILE.m - 1
+        m0, block = m0 + blocks * TILE.m, block + blocks
+    return Place(m0, visit.head_kv * grid.group, block)
 
 
 @gluon.jit
 def next_place(place, visit, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """The next block of this head, or the first of the next."""
-    m0, head, block = place.m0 + TILE.m, place.head, place.block + 1
-    if SPEC.grouped:
-        over = m0 >= visit.hi
-        m0 = gl.where(over, visit.lo, m0)
-        head = gl.where(over, head + 1, head)
-        block = gl.where(over, block + grid.blocks - (visit.hi - visit.lo) // TILE.m, block)
+    """The next block of this head, or the first of the next. Downwards the same block of the next head, or of the first the one before."""
+    if TILE.down:
+        m0, head, block = place.m0, place.head + 1, place.block + grid.blocks
+        over = head == (visit.head_kv + 1) * grid.group
+        m0 = gl.where(over, m0 - TILE.m, m0)
+        head = gl.where(over, head - grid.group, head)
+        block = gl.where(over, block - grid.group * grid.blocks - 1, block)
+    else:
+        m0, head, block = place.m0 + TILE.m, place.head, place.block + 1
+        if SPEC.grouped:
+            over = m0 >= visit.hi
+            m0 = gl.where(over, visit.lo, m0)
+            head = gl.where(over, head + 1, head)
+            block = gl.where(over, block + grid.blocks - (visit.hi - visit.lo) // TILE.m, block)
     return Place(m0, head, block)
 
 
