@@ -71,6 +71,7 @@ def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: b
         own=config.own,
         do_stages=config.do_stages,
         down=config.down and not problem.deterministic,
+        ahead=config.ahead,
     )
 
 

@@ -67,6 +67,7 @@ class HopperBackwardConfig(NamedTuple):
     do_stages: int = 0
     own: bool = False
     down: bool = False
+    ahead: bool = False
 
     @property
     def block_n(self) -> int:

@@ -13,7 +13,7 @@ nothing else keeps a program from ending.
 
 from .backward_wide import gradients_wide
 from .channel import Ring, fill, make_barriers, make_ring, sync
-from .gluon import async_load, async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait
+from .gluon import async_load, async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait, warpgroup_mma_wait
 from .gradient import (
     BOTH,
     BOTH_AND_LOADER,
@@ -26,6 +26,7 @@ from .gradient import (
     clear_rows,
     delayed_step,
     last_dq,
+    start_s,
     step,
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
@@ -84,7 +85,7 @@ def write_tile(
 
 @gluon.jit
 def steps(
-    dk_ND, dv_NV, memory, dq_desc, first, place, visit, grid, scale_log2,
+    dk_ND, dv_NV, s_NM, memory, dq_desc, first, place, visit, grid, scale_log2,
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """All from number `first` on. The place is that of the step to come, in a delayed walk that of the step before."""
@@ -92,11 +93,13 @@ def steps(
         if TILE.delayed:
             block = place.block
             place = next_place(place, visit, grid, SPEC, TILE)
-            dk_ND, dv_NV = delayed_step(
-                dk_ND, dv_NV, memory, dq_desc, turn, place, block, visit, grid, scale_log2, False, WARPGROUP_ID, SPEC, TILE
+            dk_ND, dv_NV, s_NM = delayed_step(
+                dk_ND, dv_NV, s_NM, memory, dq_desc, turn, place, block, visit, grid, scale_log2, False, WARPGROUP_ID, SPEC, TILE
             )
         else:
-            dk_ND, dv_NV = step(dk_ND, dv_NV, memory, dq_desc, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+            dk_ND, dv_NV, s_NM = step(
+                dk_ND, dv_NV, s_NM, memory, dq_desc, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE
+            )
             place = next_place(place, visit, grid, SPEC, TILE)
     return dk_ND, dv_NV, place
 
@@ -107,6 +110,7 @@ def compute(memory, dq_desc, dk, dv, grid, scale, scale_log2, WARPGROUP_ID: gl.c
     NEED_DS: gl.constexpr = SPEC.need_dq or SPEC.need_dk
     D: gl.constexpr = TILE.d
     DV: gl.constexpr = TILE.dv
+    M: gl.constexpr = TILE.m
     visit = find(grid, SPEC, TILE)
     dk_ND = gl.zeros([ROWS, D], gl.float32, accumulator(D))
     dv_NV = gl.zeros([ROWS, DV], gl.float32, accumulator(DV))
@@ -124,15 +128,19 @@ def compute(memory, dq_desc, dk, dv, grid, scale, scale_log2, WARPGROUP_ID: gl.c
                 fence_async_shared()
                 sync(DS, BOTH)  # a warpgroup reads the other's K
     place = first_place(visit, grid, SPEC, TILE)
+    s_NM = gl.zeros([ROWS, M], gl.float32, accumulator(M))
+    if TILE.ahead:
+        if visit.steps > 0:
+            s_NM = warpgroup_mma_wait(0, deps=(start_s(memory, 0, visit, WARPGROUP_ID, TILE),))
     if TILE.delayed:
         if visit.steps > 0:
-            dk_ND, dv_NV = delayed_step(
-                dk_ND, dv_NV, memory, dq_desc, 0, place, place.block, visit, grid, scale_log2, True, WARPGROUP_ID, SPEC, TILE
+            dk_ND, dv_NV, s_NM = delayed_step(
+                dk_ND, dv_NV, s_NM, memory, dq_desc, 0, place, place.block, visit, grid, scale_log2, True, WARPGROUP_ID, SPEC, TILE
             )
-            dk_ND, dv_NV, place = steps(dk_ND, dv_NV, memory, dq_desc, 1, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+            dk_ND, dv_NV, place = steps(dk_ND, dv_NV, s_NM, memory, dq_desc, 1, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
             last_dq(memory, dq_desc, visit.steps - 1, place.block, WARPGROUP_ID, TILE)
     else:
-        dk_ND, dv_NV, place = steps(dk_ND, dv_NV, memory, dq_desc, 0, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+        dk_ND, dv_NV, place = steps(dk_ND, dv_NV, s_NM, memory, dq_desc, 0, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
     if SPEC.need_dv:  # nobody else reads this V, and its last product is done
         write_tile(dv_NV, memory.v.tiles.index(WARPGROUP_ID), dv, visit, grid.heads_kv, WARPGROUP_ID, DV, TILE.head_dim_v, SPEC)
     if SPEC.need_dq:

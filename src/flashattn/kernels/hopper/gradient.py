@@ -128,8 +128,21 @@ def send_dq(dq, memory, dq_desc, block, WARPGROUP_ID: gl.constexpr, TILE: gl.con
 
 
 @gluon.jit
-def start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    """(p of a block, its weight, its dP in flight); without need of dQ and dK no dP."""
+def start_s(memory, turn, visit, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
+    """Scores of a block of queries, in flight. Of one behind the last step they are of what the slot held before, and nobody looks."""
+    M: gl.constexpr = TILE.m
+    D: gl.constexpr = TILE.d
+    slot = turn % TILE.stages
+    k_ND = reinterpret(memory.k.tiles.index(WARPGROUP_ID), memory.q.tiles.dtype, [ROWS, D], shared(D, 2))
+    if turn < visit.steps:
+        mbarrier.wait(memory.q.full.index(slot), (turn // TILE.stages) & 1)
+    zeros_NM = gl.zeros([ROWS, M], gl.float32, accumulator(M))
+    return warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+    """(p of a block, its weight, its dP in flight); without need of dQ and dK no dP. s_NM: its scores, if they were made ahead."""
     m0 = place.m0
     M: gl.constexpr = TILE.m
     D: gl.constexpr = TILE.d
@@ -143,7 +156,8 @@ def start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constex
     extras = Extras(
         grid.extras.inner, slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC), None, None, grid.extras.cap_log2
     )
-    mbarrier.wait(memory.q.full.index(slot), full)
+    if not TILE.ahead:
+        mbarrier.wait(memory.q.full.index(slot), full)
     if SPEC.varlen:
         if m0 + M > visit.rows_q:
             mbarrier.wait(memory.do.full.index(slot), full)
@@ -151,7 +165,8 @@ def start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constex
             clear_rows(memory.do.tiles.index(slot), visit.rows_q - m0, M, DV)
             fence_async_shared()
             barrier()
-    s_NM = warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
+    if not TILE.ahead:
+        s_NM = warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
     mbarrier.wait(memory.do.full.index(slot), full)
     dp_NM = s_NM
     if NEED_DS:
@@ -162,8 +177,9 @@ def start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constex
             dp_NM = warpgroup_mma(v_NV, do_VM, start_NM, is_async=True)
         else:
             dp_NM = warpgroup_mma(v_NV, do_VM, zeros_NM, use_acc=False, is_async=True)
-        s_NM = warpgroup_mma_wait(1, deps=(s_NM,))
-    else:
+        if not TILE.ahead:
+            s_NM = warpgroup_mma_wait(1, deps=(s_NM,))
+    elif not TILE.ahead:
         s_NM = warpgroup_mma_wait(0, deps=(s_NM,))
     t_NM = capped(s_NM, extras, SPEC, True)
     distance_NM = None
@@ -225,12 +241,22 @@ def store_ds(ds_NM, memory, turn, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr
 
 @gluon.jit
 def finish_step(
-    dk_ND, dv_NV, ds_NM, p_op, memory, dq_desc, turn, dq_turn, block,
+    dk_ND, dv_NV, s_NM, ds_NM, p_op, memory, dq_desc, turn, dq_turn, block, visit,
     DQ: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """With dV in flight: dK, and with DQ the dQ of step dq_turn, for the block of that number. Gives the slot of this step back."""
     LATER: gl.constexpr = 1 if SPEC.need_dk else 0  # products that may still run when those of dV and dQ are awaited
-    if DQ:
+    if TILE.ahead:
+        if DQ:
+            dq = start_dq(memory, dq_turn, WARPGROUP_ID, TILE)
+        dv_NV, p_op = warpgroup_mma_wait(1 if DQ else 0, deps=(dv_NV, p_op))  # whose registers the scores take
+        s_NM = start_s(memory, turn + 1, visit, WARPGROUP_ID, TILE)
+        ds_op, dk_ND = add_dk(ds_NM, memory, turn, dk_ND, SPEC, TILE)
+        if DQ:
+            dq = warpgroup_mma_wait(2, deps=(dq,))
+            send_dq(dq, memory, dq_desc, block, WARPGROUP_ID, TILE)
+        dk_ND, ds_op, s_NM = warpgroup_mma_wait(0, deps=(dk_ND, ds_op, s_NM))
+    elif DQ:
         dq = start_dq(memory, dq_turn, WARPGROUP_ID, TILE)
         ds_op, dk_ND = add_dk(ds_NM, memory, turn, dk_ND, SPEC, TILE)
         if SPEC.need_dv:
@@ -242,36 +268,36 @@ def finish_step(
         ds_op, dk_ND = add_dk(ds_NM, memory, turn, dk_ND, SPEC, TILE)
         if SPEC.need_dv:
             dv_NV, p_op = warpgroup_mma_wait(LATER, deps=(dv_NV, p_op))
-    if SPEC.need_dk:
+    if SPEC.need_dk and not TILE.ahead:
         dk_ND, ds_op = warpgroup_mma_wait(0, deps=(dk_ND, ds_op))
     arrive(EMPTY + turn % TILE.stages, BOTH_AND_LOADER)
-    return dk_ND, dv_NV
+    return dk_ND, dv_NV, s_NM
 
 
 @gluon.jit
 def step(
-    dk_ND, dv_NV, memory, dq_desc, turn, place, visit, grid, scale_log2,
+    dk_ND, dv_NV, s_NM, memory, dq_desc, turn, place, visit, grid, scale_log2,
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
-    p_NM, weight_NM, dp_NM = start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
     ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
     p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
     if SPEC.need_dq:
         store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
         sync(DS, BOTH)
     return finish_step(
-        dk_ND, dv_NV, ds_NM, p_op, memory, dq_desc, turn, turn, place.block, SPEC.need_dq, WARPGROUP_ID, SPEC, TILE
+        dk_ND, dv_NV, s_NM, ds_NM, p_op, memory, dq_desc, turn, turn, place.block, visit, SPEC.need_dq, WARPGROUP_ID, SPEC, TILE
     )  # fmt: skip
 
 
 @gluon.jit
 def delayed_step(
-    dk_ND, dv_NV, memory, dq_desc, turn, place, block, visit, grid, scale_log2,
+    dk_ND, dv_NV, s_NM, memory, dq_desc, turn, place, block, visit, grid, scale_log2,
     FIRST: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
-    p_NM, weight_NM, dp_NM = start(memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
     ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
     if not FIRST:
         sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
@@ -279,7 +305,7 @@ def delayed_step(
     arrive(DS + WARPGROUP_ID * 2 + (turn & 1), BOTH)
     p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
     return finish_step(
-        dk_ND, dv_NV, ds_NM, p_op, memory, dq_desc, turn, turn - 1, block, not FIRST, WARPGROUP_ID, SPEC, TILE
+        dk_ND, dv_NV, s_NM, ds_NM, p_op, memory, dq_desc, turn, turn - 1, block, visit, not FIRST, WARPGROUP_ID, SPEC, TILE
     )  # fmt: skip
 
 

@@ -55,6 +55,7 @@ class BackwardTile(NamedTuple):
     own: bool = False  # then a warpgroup multiplies the p or ds that it made from its registers
     do_stages: int = 0  # then slots for blocks of dO, and `stages` for the rest
     down: bool = False  # from the last block of queries to the first, and of each all heads: see visits.next_place
+    ahead: bool = False  # scores of a block are made while the step before ends
 
 
 @gluon.constexpr_function
