@@ -28,7 +28,7 @@ def cut(s, limit, UPPER: gl.constexpr, COLUMNS: gl.constexpr):
 def masked(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
     """Transposed scores of the block of queries at row m0, -inf where the mask says no: asked of keys, left and right change places and the
     diagonal its sign."""
-    if SPEC.left:
+    if SPEC.left or TILE.ahead:
         key_N = WARPGROUP_ID * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_NM.type.layout))
         q_pos_N = key_N + (visit.n0 - m0 - visit.diagonal)
         first_N = first_kept(q_pos_N, grid.right) if SPEC.right else q_pos_N * 0
@@ -36,7 +36,8 @@ def masked(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr
             first_N = gl.where(key_N < visit.keys, first_N, TILE.m)
         if SPEC.right or SPEC.ragged:
             s_NM = cut(s_NM, first_N, False, TILE.m)
-        s_NM = cut(s_NM, last_kept(q_pos_N, grid.left), True, TILE.m)
+        if SPEC.left:
+            s_NM = cut(s_NM, last_kept(q_pos_N, grid.left), True, TILE.m)
     else:
         s_NM = masked_below(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
     return s_NM

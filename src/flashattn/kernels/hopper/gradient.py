@@ -141,6 +141,16 @@ def start_s(memory, turn, visit, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr)
 
 
 @gluon.jit
+def mask_scores(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+    if TILE.mask == ALWAYS:
+        s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
+    elif TILE.mask == BRANCH:
+        if (m0 < visit.full_lo) | (m0 >= visit.full_hi):
+            s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
+    return s_NM
+
+
+@gluon.jit
 def start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
     """(p of a block, its weight, its dP in flight); without need of dQ and dK no dP. s_NM: its scores, if they were made ahead."""
     m0 = place.m0
@@ -165,7 +175,9 @@ def start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.c
             clear_rows(memory.do.tiles.index(slot), visit.rows_q - m0, M, DV)
             fence_async_shared()
             barrier()
-    if not TILE.ahead:
+    if TILE.ahead:  # a branch is cheap while no product is in flight
+        s_NM = mask_scores(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
+    else:
         s_NM = warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
     mbarrier.wait(memory.do.full.index(slot), full)
     dp_NM = s_NM
@@ -186,11 +198,8 @@ def start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.c
     if SPEC.alibi:  # of keys from queries: its sign doesn't matter
         distance_NM = distances(s_NM, visit.n0 + WARPGROUP_ID * ROWS - m0 - visit.diagonal, M)
     s_NM = biased(t_NM, extras, distance_NM, SPEC)
-    if TILE.mask == ALWAYS:
-        s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
-    elif TILE.mask == BRANCH:
-        if (m0 < visit.full_lo) | (m0 >= visit.full_hi):
-            s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
+    if not TILE.ahead:
+        s_NM = mask_scores(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
     lse_M = numbers(memory.rows, slot, 0, TILE)  # read ahead, while s is in flight, it costs 3 %
     p_NM = probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2)
     return p_NM, score_weight(p_NM, t_NM, SPEC), dp_NM
