@@ -141,7 +141,7 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
     return found
 
 
-def _hopper_kinds(problem: Problem) -> list[str]:
+def _hopper_kinds(direction: str, problem: Problem) -> list[str]:
     """Kinds of row that serve a problem, the most special first."""
     limited = problem.window_left is not None
     if problem.varlen:
@@ -149,11 +149,18 @@ def _hopper_kinds(problem: Problem) -> list[str]:
         return ["packed long", "packed"] if long and not limited else ["packed"]
     if not limited and problem.window_right is None:
         return ["open"]
-    return ["window" if limited else "long" if problem.seqlen_q >= hopper.LONG else "masked", "masked"]
+    if limited:
+        return ["window", "masked"]
+    if direction == "forward":
+        return ["long", "masked"] if problem.seqlen_q >= hopper.LONG else ["masked"]
+    if problem.group > 1:
+        return ["grouped", "masked"]
+    at_a_corner = (problem.diagonal() + problem.window_right) % hopper.CORNER == 0 and problem.seqlen_k % hopper.CORNER == 0
+    return ["diagonal", "masked"] if at_a_corner else ["masked"]
 
 
 def _hopper_row(direction: str, size: int, problem: Problem):
-    keys = [(direction, size, kind) for kind in _hopper_kinds(problem)]
+    keys = [(direction, size, kind) for kind in _hopper_kinds(direction, problem)]
     return next(hopper.ROWS[key] for key in keys if key in hopper.ROWS)
 
 
@@ -186,7 +193,12 @@ def backward_size(problem: Problem) -> int:
 def hopper_backward_row(problem: Problem) -> hopper.HopperBackwardConfig:
     """A tanh or distances take the registers that a delayed dQ needs: without it spills are a third."""
     row = _hopper_row("backward", backward_size(problem), problem)
-    return row._replace(delayed=False, fours=False, mask=1) if (problem.softcap or problem.alibi) and not row.wide else row
+    return row._replace(delayed=False, fours=False, mask=1, ahead=False) if (problem.softcap or problem.alibi) and not row.wide else row
+
+
+def _in_tiles(rows: int, tile: int) -> int:
+    """Rows of the tiles that so many rows take."""
+    return -(-rows // tile) * tile
 
 
 def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig | hopper.HopperBackwardConfig]:
@@ -194,6 +206,8 @@ def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig | hopper.Hopp
     # 192 is a tile for queries and keys, not for values, whose tile is a power of two
     size = 64 if largest <= 64 else 128 if problem.head_dim <= 192 and problem.head_dim_v <= 128 else 256
     row = _hopper_row("forward", size, problem)
+    if row.consumers == 3 and not problem.varlen and 4 * _in_tiles(problem.seqlen_q, row.block_m) >= 5 * _in_tiles(problem.seqlen_q, 128):
+        row = row._replace(consumers=2)  # where a third of a tile would have no rows: 256 queries, open, 0.98 of cuDNN instead of 0.68
     few = problem.batch * problem.heads_q * -(-problem.seqlen_q // row.block_m) <= FEW
     if few and not problem.varlen and size < 256:  # where it would spill
         row = row._replace(tickets=False)  # the host asks for no counter, 1 us of 25

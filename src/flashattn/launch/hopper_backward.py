@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..dispatch.configs.hopper import HopperBackwardConfig
+from ..dispatch.configs.hopper import BRANCH, FIRST, LARGE_GROUP, HopperBackwardConfig
 from ..dispatch.table import hopper_backward_row, hopper_padded
 from ..kernels.hopper.backward import attn_bwd_hopper
 from ..kernels.hopper.layouts import BackwardTile
@@ -41,16 +41,22 @@ REGISTERS, LOAD_REGISTERS, FIRST_REGISTERS = 240, 24, 168  # of a thread that co
 _rows_of = lru_cache(maxsize=1024)(hopper_backward_row)
 
 
-def _mask(problem: Problem, config: HopperBackwardConfig) -> int:
-    """Of no use where nothing is masked."""
+def _mask(problem: Problem, config: HopperBackwardConfig, delayed: bool) -> int:
+    """Of no use where nothing is masked. A first step of its own is one of a delayed walk."""
     if not problem.varlen and (problem.window_left, problem.window_right) == (None, None) and problem.seqlen_k % config.block_n == 0:
         return 0
-    return config.mask
+    return BRANCH if config.mask == FIRST and not delayed else config.mask
+
+
+def _downwards(problem: Problem, config: HopperBackwardConfig) -> bool:
+    return not problem.deterministic and problem.group >= LARGE_GROUP and problem.seqlen_q <= config.down * problem.group
 
 
 @lru_cache(maxsize=1024)
-def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: bool) -> BackwardTile:
+def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, everything: bool) -> BackwardTile:
+    """everything: all three gradients are wanted."""
     d, dv = hopper_padded(problem, "backward")
+    delayed = config.delayed and need_dq
     return BackwardTile(
         m=config.block_m,
         n=config.block_n,
@@ -61,17 +67,17 @@ def _tile(problem: Problem, config: HopperBackwardConfig, need_dq: bool, init: b
         stages=config.num_stages,
         registers=REGISTERS,
         load_registers=LOAD_REGISTERS,
-        delayed=config.delayed and need_dq,
-        init=init,
+        delayed=delayed,
+        init=config.init and everything,
         fours=config.fours,
         writers=config.writers or problem.deterministic,
-        mask=_mask(problem, config),
+        mask=_mask(problem, config, delayed),
         ordered=problem.deterministic,
         wide=config.wide,
         own=config.own,
         do_stages=config.do_stages,
-        down=config.down and not problem.deterministic,
-        ahead=config.ahead,
+        down=_downwards(problem, config),
+        ahead=config.ahead and everything,
     )
 
 
@@ -132,7 +138,7 @@ def backward_launch(
     problem: Problem, config: HopperBackwardConfig, q, k, v, dout, numbers, sums, dk, dv, turns, cu_seqlens_q, cu_seqlens_k, slopes=None
 ):
     """v, sums (of dQ), dk, dv, turns and slopes may be None."""
-    tile = _tile(problem, config, sums is not None, starts_from_delta(config, (sums, dk, dv)))
+    tile = _tile(problem, config, sums is not None, all(x is not None for x in (sums, dk, dv)))
     spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, need_dk=dk is not None, need_dv=dv is not None)
     spec = spec._replace(need_dq=sums is not None)
     lanes, slots, wave = _order(problem, config)

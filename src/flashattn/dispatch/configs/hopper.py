@@ -4,7 +4,8 @@ Key: (pass, largest tile of the head dims, kind). "open": nothing is masked but 
 as the next. "masked": a window or a causal diagonal, of which, where there is a row for it, "window" is one with a left limit and "long"
 one with none and at least LONG queries, so that few of a larger tile's blocks are crossed by the diagonal. "packed": sequences of lengths
 that only the GPU knows; "packed long", where there is a row for it, of LONG / 2 queries on average and no left limit.
-Rows of the backward are "open", "masked", "window" or "packed".
+Rows of the backward are "open", "masked", "window" or "packed"; of masked calls, where there is a row for it, "grouped" is one with heads
+that share keys, and "diagonal" one without whose diagonal begins at the corner of a tile, so that it crosses no other block of queries.
 
 Figures are speeds in those of cuDNN (through SDPA) in the same interleaved run, at 1024 / 4096 / 16 384 tokens a sequence: bf16, 16 384
 tokens, heads x dim 2048, one H200, 2026-11-30 and 2026-12-01, Triton 3.6.0, torch 2.11.0. They are from the making of the kernels, which
@@ -47,12 +48,15 @@ class HopperBackwardConfig(NamedTuple):
 
     delayed: dQ of a block is made one step later, and the warpgroups need not wait for each other. init: dP starts from -delta. fours: lse
     and delta are read four at a time. writers: warps of their own send dQ away, as they always do in a deterministic call. mask: where a
-    call has one, 1 masks all blocks, 2 branches to those that need it. heads: as many at most are walked side by side, as far as what they
+    call has one, 1 masks all blocks, 2 branches to those that need it, 3 masks the first alone. heads: as many at most are walked side by side, as far as what they
     share fits in L2. A thread spills at most 288 bytes under Triton 3.6.0, and 544 under newer ones (64: 236 to 516); with
     a softcap or ALiBi 1280.
     wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed`, `init` and `writers` say
     nothing, and the stages are of Q; those of dO are `do_stages`. own: a warpgroup multiplies what it made itself, p or ds, from its
     registers.
+    down: groups of LARGE_GROUP heads or more, in sequences of up to so many queries a head of the group, are walked from the last block of
+    queries to the first, of each block all heads: tiles of keys that started together then read the same queries. ahead: scores of a block
+    are made while the step before ends.
     """
 
     block_m: int
@@ -66,7 +70,7 @@ class HopperBackwardConfig(NamedTuple):
     wide: bool = False
     do_stages: int = 0
     own: bool = False
-    down: bool = False
+    down: int = 0
     ahead: bool = False
 
     @property
@@ -80,12 +84,15 @@ class HopperBackwardConfig(NamedTuple):
 
 
 LONG = 4096
+LARGE_GROUP = 8
+CORNER = 128  # keys of a tile, and queries of a block where there is a row for "diagonal"
+BRANCH, FIRST = 2, 3  # of `mask`
 
 ROWS = {
     # 1.06 / 1.17 / 1.21; pinned 1.06 / 1.11 / 1.20, lazy 1.05 / 1.10 / 1.17, tickets 1.04 / 1.14 / 1.20
     ("forward", 64, "open"): HopperConfig(3, 128, 2, False, True, False, False, 0, 1),
-    # 1.04 / 1.11 / 1.09; lead 0 0.97 / 1.06 / 1.07, lead 2 1.03 / 1.09 / 1.07. At lead 0 taking turns is worth 1 %
-    ("forward", 64, "masked"): HopperConfig(2, 128, 2, True, False, False, True, 1, 16),
+    # at 256 / 512 / 1024 0.89 / 0.98 / 1.04; lead 1 0.90 / 0.94 / 1.01, no tickets 0.93 / 0.99 / 1.03. At lead 0 taking turns is worth 1 %
+    ("forward", 64, "masked"): HopperConfig(2, 128, 2, True, False, False, True, 2, 16),
     # 0.90 / 1.10 / 1.20 where the row above has 1.00 / 1.09 / 1.13; not paired 0.89 / 1.08 / 1.15
     ("forward", 64, "long"): HopperConfig(3, 128, 2, False, True, False, True, 2, 16),
     # of 1024 keys 371 TFLOP/s, the row for "masked" 365
@@ -109,9 +116,11 @@ ROWS = {
     ("forward", 256, "window"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     ("forward", 256, "packed"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     # 1.08 / 1.13 / 1.14; writers 1.06 / 1.11 / 1.12. Else with writers 1.07 / 1.11 / 1.12, so fours 1.03 / 1.08 / 1.08
-    ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, False, False, 1, 1),
+    ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, False, False, 1, 1, ahead=True),
     # 1.17 / 1.29 / 1.30; 64 heads 1.15 / 1.26 / 1.31, mask 2 1.10 / 1.11 / 1.03, not init 1.05 / 1.07 / 1.04
     ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 16),
+    ("backward", 64, "diagonal"): HopperBackwardConfig(128, 2, True, True, False, False, 3, 16, ahead=True),
+    ("backward", 64, "grouped"): HopperBackwardConfig(128, 2, True, True, True, True, 2, 16, ahead=True),
     # of 1024 keys 360 TFLOP/s, mask 1 345, not delayed 335
     ("backward", 64, "window"): HopperBackwardConfig(128, 2, True, True, True, True, 2, 16),
     # of lengths drawn from 64 to 8192 452 TFLOP/s, writers 433, so not delayed 392
@@ -121,6 +130,7 @@ ROWS = {
     # 1.11 / 1.17 / 1.11; no writers the same, mask 1 1.07 / 1.08 / 1.07, so fours 1.10 / 1.13 / 1.10; nor delayed 1.14 / 1.13 / 1.11, where
     # 64 heads in groups of 8 take 4 % longer, and mask 2 gains nothing
     ("backward", 128, "masked"): HopperBackwardConfig(64, 2, True, False, False, True, 2, 16),
+    ("backward", 128, "grouped"): HopperBackwardConfig(64, 2, True, False, False, True, 2, 16, down=512),
     # of 1024 keys 418 TFLOP/s, delayed 408, with mask 2 410; the next, packed as above, 521, delayed 518, with mask 2 505
     ("backward", 128, "window"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),
     ("backward", 128, "packed"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),

@@ -37,8 +37,8 @@ BOTH = gl.constexpr(2 * WARPGROUP.value)
 ONE_AND_WRITER = gl.constexpr(WARPGROUP.value + 32)
 BOTH_AND_LOADER = gl.constexpr(2 * WARPGROUP.value + 32)
 
-# Which blocks are masked (TILE.mask): none, all that are visited, or those that need it.
-ALWAYS, BRANCH = gl.constexpr(1), gl.constexpr(2)
+# Which blocks are masked (TILE.mask): none, all that are visited, those that need it, or the first, which alone does.
+ALWAYS, BRANCH, ONCE = gl.constexpr(1), gl.constexpr(2), gl.constexpr(3)
 
 
 class Memory(NamedTuple):
@@ -141,8 +141,8 @@ def start_s(memory, turn, visit, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr)
 
 
 @gluon.jit
-def mask_scores(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
-    if TILE.mask == ALWAYS:
+def mask_scores(s_NM, m0, visit, grid, FIRST: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+    if TILE.mask == ALWAYS or (TILE.mask == ONCE and FIRST):
         s_NM = masked(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
     elif TILE.mask == BRANCH:
         if (m0 < visit.full_lo) | (m0 >= visit.full_hi):
@@ -151,7 +151,10 @@ def mask_scores(s_NM, m0, visit, grid, WARPGROUP_ID: gl.constexpr, SPEC: gl.cons
 
 
 @gluon.jit
-def start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+def start(
+    s_NM, memory, turn, place, visit, grid, scale_log2,
+    FIRST: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
+):  # fmt: skip
     """(p of a block, its weight, its dP in flight); without need of dQ and dK no dP. s_NM: its scores, if they were made ahead."""
     m0 = place.m0
     M: gl.constexpr = TILE.m
@@ -176,7 +179,7 @@ def start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.c
             fence_async_shared()
             barrier()
     if TILE.ahead:  # a branch is cheap while no product is in flight
-        s_NM = mask_scores(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
+        s_NM = mask_scores(s_NM, m0, visit, grid, FIRST, WARPGROUP_ID, SPEC, TILE)
     else:
         s_NM = warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
     mbarrier.wait(memory.do.full.index(slot), full)
@@ -199,7 +202,7 @@ def start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID: gl.c
         distance_NM = distances(s_NM, visit.n0 + WARPGROUP_ID * ROWS - m0 - visit.diagonal, M)
     s_NM = biased(t_NM, extras, distance_NM, SPEC)
     if not TILE.ahead:
-        s_NM = mask_scores(s_NM, m0, visit, grid, WARPGROUP_ID, SPEC, TILE)
+        s_NM = mask_scores(s_NM, m0, visit, grid, FIRST, WARPGROUP_ID, SPEC, TILE)
     lse_M = numbers(memory.rows, slot, 0, TILE)  # read ahead, while s is in flight, it costs 3 %
     p_NM = probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2)
     return p_NM, score_weight(p_NM, t_NM, SPEC), dp_NM
@@ -289,7 +292,7 @@ def step(
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
-    p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, False, WARPGROUP_ID, SPEC, TILE)
     ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
     p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
     if SPEC.need_dq:
@@ -306,7 +309,7 @@ def delayed_step(
     FIRST: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
-    p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, FIRST, WARPGROUP_ID, SPEC, TILE)
     ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
     if not FIRST:
         sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
