@@ -56,7 +56,7 @@ ROW = Config(1, 2, 3, 4)
         ({}, ("dkdv", 2, 128, "open"), "fa3-d128-s4096", None),
         ({("dq", 2, 128, "padded"): ROW}, ("dq", 2, 128), "dims-d96-s4096", "takes ('dq', 2, 128, 'padded')"),
         ({("dq", 2, 128, "padded"): ROW}, ("dq", 2, 128), "fa3-d128-s4096", None),
-        ({("dk", 2, 256): ROW, ("dv", 2, 256): ROW}, ("dkdv", 2, 256), "fa3-d256-s4096", "runs forward, delta, dk, dv, dq"),
+        ({("dk", 2, 256): ROW, ("dv", 2, 256): ROW}, ("dkdv", 2, 256), "fa3-d256-s4096", "runs forward, tangent, delta, dk, dv, dq"),
         ({("dk", 2, 256): ROW, ("dv", 2, 256): ROW}, ("dk", 2, 256), "fa3-d256-s4096", None),
         ({}, ("dk", 2, 256), "fa3-d256-s4096", "of which 'dv' has no row"),
     ],
