@@ -104,6 +104,8 @@ def test_tuning_prints_rows_that_can_be_pasted(kernel, capsys, monkeypatch):
         ("dkdv", "open", {"seqlen_q": 128, "seqlen_k": 128, "causal": False, "heads_q": 1}),
         ("dv", "padded", {"head_dim": 24, "head_dim_v": 24}),
         ("dq", "", {"lengths": (20, 1, 9), "batch": 3}),
+        ("tangent", "", {}),
+        ("tangent", "", {"lengths": (20, 1, 9), "batch": 3}),
     ],
 )
 def test_tuning_of_some_calls(kernel, kind, changes, capsys, monkeypatch):
