@@ -34,12 +34,13 @@ from flashattn.dispatch.configs import Config
 from flashattn.dispatch.configs.portable import ROWS
 from flashattn.dispatch.table import TABLES, padded_head_dim, portable_rows
 from flashattn.roofline.calls import Inputs, attempt, cu_seqlens
-from flashattn.roofline.gate import Gate, excess, relative_error
+from flashattn.roofline.gate import Gate, excess, flashattn_reference, relative_error
 from flashattn.roofline.timing import Call, clock_for, interleave
 
 # kernel -> (what it writes, products of length head_dim, products of length head_dim_v); delta has no products, so its bytes are counted
 FAMILIES = {
     "forward": (("out",), 1, 1),
+    "tangent": (("out", "tout"), 3, 3),
     "delta": (("delta",), 0, 0),
     "dkdv": (("dk", "dv"), 2, 2),
     "dk": (("dk",), 2, 1),
@@ -93,6 +94,15 @@ def bench(kernel: str, workload: Workload, device: torch.device) -> Bench:
 
     if kernel == "forward":
         return Bench(lambda config: run(*portable.forward_launch(problem, config, q, k, v, out, lse, *cu)), {"out": out})
+    if kernel == "tangent":  # along the inputs themselves
+        tout, tlse = torch.empty_like(out), torch.empty_like(lse)
+
+        def moved(dtype):
+            inputs = tuple(x.to(dtype) for x in tensors[:3])
+            return dict(zip(("out", "tout"), torch.func.jvp(partial(flashattn_reference, workload), inputs, inputs), strict=True))
+
+        args = q, k, v, q, k, v, out, tout, lse, tlse, *cu
+        return Bench(lambda config: run(*portable.tangent_launch(problem, config, *args)), {"out": out, "tout": tout}, moved)
     found = portable_rows(problem)
     run(*portable.forward_launch(problem, found["forward"], q, k, v, out, lse, *cu))
     if kernel == "delta":

@@ -14,10 +14,11 @@ def extras_of(problem: Problem):
     return [torch.empty(problem.heads_q, device="meta") if wanted else None for wanted in (problem.alibi, problem.sinks)]
 
 
-def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = True):
+def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = True, moving: str = "qkvs"):
     """(kernel, arguments, options) of one pass, with the row that the table has for it; "hopper" is the forward of that kernel.
 
-    needs: which of dK and dV a pass "dkdv" computes. dlse: is there a gradient of lse?
+    needs: which of dK and dV a pass "dkdv" computes. dlse: is there a gradient of lse? moving: which of q, k, v and
+    sinks have tangents in the pass "tangent".
     """
     from flashattn.launch import hopper
     from flashattn.launch import portable as launch
@@ -36,6 +37,11 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     slopes, sinks = extras_of(problem)
     if name == "forward":
         kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks)
+    elif name == "tangent":
+        tangents = [x if side in moving else None for side, x in (("q", q), ("k", k), ("v", v), ("s", sinks))]
+        kernel, _, args, options = launch.tangent_launch(
+            problem, row, q, k, v, *tangents[:3], out, out, lse, lse, *cu, slopes, sinks, tangents[3]
+        )
     elif name == "hopper":
         counter = torch.empty(2, dtype=torch.int32, device="meta") if row.tickets else None
         kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter, slopes, sinks)

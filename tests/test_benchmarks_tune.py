@@ -56,7 +56,7 @@ ROW = Config(1, 2, 3, 4)
         ({}, ("dkdv", 2, 128, "open"), "fa3-d128-s4096", None),
         ({("dq", 2, 128, "padded"): ROW}, ("dq", 2, 128), "dims-d96-s4096", "takes ('dq', 2, 128, 'padded')"),
         ({("dq", 2, 128, "padded"): ROW}, ("dq", 2, 128), "fa3-d128-s4096", None),
-        ({("dk", 2, 256): ROW, ("dv", 2, 256): ROW}, ("dkdv", 2, 256), "fa3-d256-s4096", "runs forward, delta, dk, dv, dq"),
+        ({("dk", 2, 256): ROW, ("dv", 2, 256): ROW}, ("dkdv", 2, 256), "fa3-d256-s4096", "runs forward, tangent, delta, dk, dv, dq"),
         ({("dk", 2, 256): ROW, ("dv", 2, 256): ROW}, ("dk", 2, 256), "fa3-d256-s4096", None),
         ({}, ("dk", 2, 256), "fa3-d256-s4096", "of which 'dv' has no row"),
     ],
@@ -104,6 +104,8 @@ def test_tuning_prints_rows_that_can_be_pasted(kernel, capsys, monkeypatch):
         ("dkdv", "open", {"seqlen_q": 128, "seqlen_k": 128, "causal": False, "heads_q": 1}),
         ("dv", "padded", {"head_dim": 24, "head_dim_v": 24}),
         ("dq", "", {"lengths": (20, 1, 9), "batch": 3}),
+        ("tangent", "", {}),
+        ("tangent", "", {"lengths": (20, 1, 9), "batch": 3}),
     ],
 )
 def test_tuning_of_some_calls(kernel, kind, changes, capsys, monkeypatch):

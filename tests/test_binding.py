@@ -15,6 +15,7 @@ from flashattn.torch_ops.autograd import Attention
 from support import STRIDES, WHERE, Data, dense, packed, run, same_bits, with_extras
 
 FWD, BWD = torch.ops.flashattn.attn_fwd.default, torch.ops.flashattn.attn_bwd.default
+JVP, SECOND = torch.ops.flashattn.attn_jvp.default, torch.ops.flashattn.attn_second.default
 SUBSETS = [needs for needs in product((True, False), repeat=3) if any(needs)]
 EAGER, INTERPRETED, GPU = WHERE
 EXTRAS = "contiguous with extras", "packed with extras"
@@ -57,6 +58,25 @@ def backward_arguments(data: Data, impl: str, needs=(True, True, True), dlse=Tru
     return dout, data.dlse if dlse else None, data.q, data.k, v, out, lse, data.v.shape[-1], *options(data, impl), *needs
 
 
+def tangents(data: Data, which: str, grad=False) -> list:
+    """Of q, k, v and sinks, the last of each batch entry; None for what isn't named."""
+    sinks = None if data.sinks is None else data.sinks.nan_to_num(neginf=0.0).expand(1 if data.packed else data.q.shape[0], -1)
+    found = {"q": data.q, "k": data.k, "v": data.v, "s": sinks}
+    return [x.detach().cos().requires_grad_(grad) if name in which and x is not None else None for name, x in found.items()]
+
+
+def jvp_arguments(data: Data, impl: str, which="qkvs", grad=False) -> tuple:
+    q, k, v, *rest = forward_arguments(data, impl, grad)
+    return q, k, v, *tangents(data, which, grad), *rest
+
+
+def second_arguments(data: Data, impl: str, which="qkvs", needs=(True, True, True)) -> tuple:
+    needs = *needs, data.sinks is not None
+    v = data.v if set(which) != {"v"} else None
+    sent = data.dout, data.dlse, data.q, data.k, v
+    return *sent, *tangents(data, which), data.v.shape[-1], *options(data, impl), *needs
+
+
 def cases(where, *layouts):
     return [pytest.param(*where.values, layout, marks=where.marks, id=f"{where.id}-{layout}") for layout in layouts]
 
@@ -77,6 +97,15 @@ def test_opcheck(impl, device, layout):
     torch.library.opcheck(FWD, forward_arguments(data, impl, grad=True))
     torch.library.opcheck(FWD, forward_arguments(data, impl))
     torch.library.opcheck(BWD, backward_arguments(data, impl))
+    torch.library.opcheck(JVP, jvp_arguments(data, impl, grad=True))
+    torch.library.opcheck(SECOND, second_arguments(data, impl))
+
+
+def test_opcheck_of_some_tangents():
+    data = inputs("contiguous with extras", "cpu")
+    for which in ("q", "k", "v", "s", "kv"):
+        torch.library.opcheck(JVP, jvp_arguments(data, "eager", which), test_utils=("test_schema", "test_faketensor"))
+        torch.library.opcheck(SECOND, second_arguments(data, "eager", which), test_utils=("test_schema", "test_faketensor"))
 
 
 def test_opcheck_of_a_backward_without_everything():
@@ -110,6 +139,8 @@ def test_fake_results_have_the_strides_of_real_ones(impl, device, layout):
     data = inputs(layout, device)
     arguments = forward_arguments(data, impl)
     assert faked(FWD, arguments) == described(FWD(*arguments))
+    moved = jvp_arguments(data, impl)
+    assert faked(JVP, moved) == described(JVP(*moved))
     for needs in SUBSETS if layout == "contiguous" else SUBSETS[:1]:
         arguments = backward_arguments(data, impl, needs)
         assert faked(BWD, arguments) == described(BWD(*arguments)), needs

@@ -33,7 +33,7 @@ CAPABILITIES = [(8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0)]
 PROBLEM = Problem("bfloat16", 2, 128, 256, 4, 2, 64, 64, 0.125, capability=(9, 0))
 NAMES = [row.name for row in KERNELS]
 ROWS = {row.name: row for row in KERNELS}
-PASSES = ("forward", "delta", "dkdv", "dq"), ("forward", "delta", "dk", "dv", "dq")  # in the order of running
+PASSES = [("forward", "tangent", "delta", *names, "dq") for names in (("dkdv",), ("dk", "dv"))]  # in the order of running
 
 # Every kind of machine, and what runs there; the forward, where the backward is another's.
 MACHINES = [
@@ -146,6 +146,8 @@ def test_launchers_have_one_signature(name):
     expected = {
         "forward": ["problem", "q", "k", "v", *at_the_end, "token"],
         "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", *at_the_end],
+        "tangent": ["problem", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end],
+        "second": ["problem", "needs", "dout", "dlse", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end],
     }
     for direction in ROWS[name].directions:
         assert list(inspect.signature(getattr(module, direction)).parameters) == expected[direction]
@@ -207,22 +209,25 @@ def front(monkeypatch):
 
 
 def test_the_passes_are_chosen_apart(front):
-    assert [select(PROBLEM, direction).name for direction in DIRECTIONS] == ["front", "portable"]
-    assert [select(replace(PROBLEM, head_dim=32), direction).name for direction in DIRECTIONS] == ["portable", "portable"]
-    assert [select(PROBLEM, direction, "eager").name for direction in DIRECTIONS] == ["eager", "eager"]
+    assert [select(PROBLEM, direction).name for direction in DIRECTIONS] == ["front", "portable", "portable"]
+    assert [select(replace(PROBLEM, head_dim=32), direction).name for direction in DIRECTIONS] == ["portable"] * 3
+    assert [select(PROBLEM, direction, "eager").name for direction in DIRECTIONS] == ["eager"] * 3
 
 
 def test_a_named_kernel_leaves_a_pass_that_it_has_not_to_the_table(front):
-    assert [select(PROBLEM, direction, "front").name for direction in DIRECTIONS] == ["front", "portable"]
+    assert [select(PROBLEM, direction, "front").name for direction in DIRECTIONS] == ["front", "portable", "portable"]
     with pytest.raises(NotImplementedError, match=r"no kernel can run the forward of this call \(front: only 64\)"):
         select(replace(PROBLEM, head_dim=32), "forward", "front")
 
 
 def test_explain_shows_the_kernels_of_both_passes(front):
     found = explain_problem(PROBLEM, "front")
-    assert found.kernels == {"forward": "front", "backward": "portable"}
+    assert found.kernels == {"forward": "front", "backward": "portable", "tangent": "portable"}
     unaligned = ROWS["hopper"].reasons(PROBLEM, "backward")
-    assert found.passed_over == {"forward": {}, "backward": {"front": ["it has no backward"], "hopper": unaligned}} and unaligned
+    without = {"front": ["it has no tangent"], "hopper": ["it has no tangent"]}
+    assert found.passed_over == {
+        "forward": {}, "backward": {"front": ["it has no backward"], "hopper": unaligned}, "tangent": without
+    } and unaligned  # fmt: skip
     assert found.tiles == {**ROWS["portable"].rows(PROBLEM), "forward": configs.Config(1, 2, 3, 4)} and next(iter(found.tiles)) == "forward"
     text = str(found)
     assert "  kernel of the forward: front\n  kernel of the backward: portable\n    not front: it has no backward\n" in text
@@ -231,6 +236,12 @@ def test_explain_shows_the_kernels_of_both_passes(front):
     assert "  kernel: portable\n    not front: only 64; it has no backward\n" in alike, "front was passed over for two reasons"
     front_only = explain_problem(PROBLEM, "eager")
     assert front_only.passed_over["forward"]["front"] == ["impl='eager' was asked for"]
+
+
+def test_second_derivatives_are_eager_whatever_runs_the_rest():
+    for impl in (None, *NAMES):
+        assert select(PROBLEM, "second", impl).name == "eager"
+    assert [name for name in NAMES if "tangent" not in ROWS[name].directions] == ["hopper"]
 
 
 def test_the_operators_ask_for_their_pass(front, monkeypatch):
@@ -288,7 +299,7 @@ def test_an_amd_gpu_is_not_the_nvidia_one_that_torch_says_it_is(monkeypatch):
             q = torch.empty(1, 128, 2, 64, device="cuda", dtype=torch.bfloat16)
         found = explain(q, q, q)
         assert (found.problem.device, found.problem.capability) == ("hip", None)
-        assert found.kernels == {"forward": "eager", "backward": "eager"} and found.gpu == "MI300X"
+        assert found.kernels == dict.fromkeys(DIRECTIONS, "eager") and found.gpu == "MI300X"
         assert "ROCm" in found.passed_over["forward"]["portable"][0]
         with pytest.raises(NotImplementedError, match=r"AMD GPUs \(ROCm\) are untested"):
             explain(q, q, q, impl="portable")
@@ -344,4 +355,5 @@ def test_explain_names_what_runs(monkeypatch, interpret, dtype):
     monkeypatch.setattr(schemas, "launcher", lambda path: ran.append(path) or launcher("flashattn.eager"))
     q = torch.randn(1, 3, 2, 8, dtype=dtype, requires_grad=True)
     attention(q, q, q, causal=True).sum().backward()
+    torch.func.jvp(lambda q: attention(q, q, q, causal=True), (q.detach(),), (q.detach(),))
     assert ran == [ROWS[name].launch for name in explain(q, q, q, causal=True).kernels.values()]

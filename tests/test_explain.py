@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 from flashattn import explain
 from flashattn.dispatch.explain import _units
 from flashattn.dispatch.explain import explain as explain_problem
-from flashattn.dispatch.table import hopper_reasons, hopper_rows, portable_reasons, portable_rows
+from flashattn.dispatch.table import DIRECTIONS, hopper_reasons, hopper_rows, portable_reasons, portable_rows
 from flashattn.problem import Problem
 from flashattn.reference import keep_mask
 from flashattn.roofline import detect
@@ -26,20 +26,23 @@ def test_explain_prints_the_choice_the_reasons_the_tiles_and_the_work(aligned):
     found = explain_problem(replace(PROBLEM, head_dim=72, window_left=5, window_right=0, aligned=aligned), None)
     text = str(found)
     name, reasons = "hopper" if aligned else "portable", hopper_reasons(found.problem, "forward")
-    assert found.kernels == {"forward": name, "backward": name}
+    assert found.kernels == {"forward": name, "backward": name, "tangent": "portable"}
+    assert found.passed_over.pop("tangent") == {"hopper": ["it has no tangent"]}
     assert found.passed_over == dict.fromkeys(("forward", "backward"), {} if aligned else {"hopper": reasons})
     assert f"  kernel: {name}\n" in text
+    assert ("  kernel of the tangent: portable\n    not hopper: it has no tangent\n" in text) == aligned
     if not aligned:
         assert f"    not hopper: {reasons[0]}\n" in text and len(reasons) == 1
     assert "cuda sm_90" in text and "bfloat16" in text and "heads 4/2" in text and "128 queries x 256 keys" in text
     assert "window (5, 0) around the bottom-right diagonal" in text
-    assert found.tiles == (hopper_rows if aligned else portable_rows)(found.problem)
+    portable = portable_rows(found.problem)
+    assert found.tiles == (hopper_rows(found.problem) | {"tangent": portable["tangent"]} if aligned else portable)
     for name, row in found.tiles.items():
         (line,) = (line for line in text.splitlines() if line.split()[0] == name)
         assert f"head_dim padded to {'96/64' if aligned and name == 'forward' else '128/64'}, " in line
         numbers = [row.block_m, *([row.block_n] if name != "delta" else []), row.num_warps, row.num_stages]
         assert [int(word) for word in line.split() if word.isdigit()] == numbers
-    for direction in ("forward", "backward"):
+    for direction in DIRECTIONS:
         (line,) = (line for line in text.splitlines() if line.split()[0] == f"{direction}:")
         assert _units(found.flops[direction], "FLOP") in line and _units(found.bytes[direction], "B") in line and "at most" not in line
     assert max(map(len, text.splitlines())) <= 120
@@ -84,10 +87,12 @@ def test_work_is_what_counting_gives(rows_q, rows_k, window, causal, batch, grou
     data = dense(rows_q, rows_k, batch=batch, heads=2 * group, heads_kv=2, dim=dim, dim_v=2 * dim, dtype=torch.float16)
     found = explain(data.q, data.k, data.v, causal=causal, window=window, impl="eager")
     pairs = batch * 2 * group * int(keep_mask(rows_q, rows_k, causal=causal, window=window).sum())
-    assert found.flops == {"forward": 2 * pairs * (dim + 2 * dim), "backward": 2 * pairs * (3 * dim + 2 * 2 * dim)}
+    once = 2 * pairs * (dim + 2 * dim)
+    assert found.flops == {"forward": once, "backward": 2 * pairs * (3 * dim + 2 * 2 * dim), "tangent": 3 * once}
     forward = [data.q, data.k, data.v, data.dout, data.dlse]  # out and lse are like their gradients
     backward = [*forward, data.dout, data.q, data.k, data.v]
-    assert found.bytes == {name: sum(x.nbytes for x in tensors) for name, tensors in (("forward", forward), ("backward", backward))}
+    moved = {"forward": forward, "backward": backward, "tangent": forward + forward}
+    assert found.bytes == {name: sum(x.nbytes for x in tensors) for name, tensors in moved.items()}
 
 
 @given(st.lists(st.tuples(LENGTHS, LENGTHS), min_size=1, max_size=4), WINDOWS, CAUSAL, st.booleans())
@@ -153,13 +158,13 @@ def test_explain_on_this_gpu():
 def test_explain_tells_the_roofline_of_a_known_gpu():
     """2 x 4 heads x 128 x 256 pairs: the bytes take longer than the products on an H200, the other way round on a GPU given by hand."""
     found = explain_problem(PROBLEM, None, "H200")
-    for direction in ("forward", "backward"):
+    for direction in DIRECTIONS:
         bound = found.bounds[direction]
         assert bound.memory_s == found.bytes[direction] / 4.8e12 and bound.compute_s == found.flops[direction] / 989e12
         assert bound.binds == "memory"
         assert f"    roofline of the H200: {bound.seconds * 1e6:.4g} us, bound by memory\n" in f"{found}\n"
     long = explain_problem(replace(PROBLEM, seqlen_q=8192, seqlen_k=8192), None, "H200")
-    assert str(long).count("bound by arithmetic") == 2
+    assert str(long).count("bound by arithmetic") == 3
     assert explain_problem(PROBLEM, None).bounds == {} and "roofline" not in str(explain_problem(PROBLEM, None))
     with pytest.raises(ValueError, match="no GPU 'H20O' in the table"):
         explain_problem(PROBLEM, None, "H20O")

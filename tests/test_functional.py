@@ -1,7 +1,7 @@
 """torch.func's transforms and forward-mode AD: what works gives the ordinary results, and what is missing says so.
 
 The surprising fact: a derivative that isn't implemented is easily lost in silence, a tangent most of all, so every way to ask for one is
-asked here.
+asked here, which takes this file over 300 lines.
 """
 
 from collections import Counter
@@ -10,8 +10,10 @@ from functools import partial
 import pytest
 import torch
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_leaves
 
 from flashattn import attention, attention_varlen
+from flashattn.reference import attention_reference
 from flashattn.torch_ops import schemas
 from support import WHERE
 
@@ -150,8 +152,6 @@ def test_what_slopes_and_sinks_can_not_do_is_refused():
     one = [y[0] for y in x]
     with pytest.raises(NotImplementedError, match="the gradient of alibi_slopes is not implemented"):
         torch.func.grad(lambda slopes: per_head(*one, slopes, None)[0].sum())(slopes)
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivative"):
-        per_head(*one, slopes, forward_ad.make_dual(sinks[0], sinks[1]))
 
 
 def test_vmap_of_vmap_of_another_layout_and_of_nothing(ran):
@@ -173,38 +173,153 @@ def test_vmap_of_a_packed_call_is_refused():
             torch.func.vmap(call, dims)(*((x, cu) if dims == (0, 0) else (x,)))
 
 
-# --------------------------------------------------------------------------------------------------------------- forward-mode AD
+# ---------------------------------------------------------------------------------------------- forward-mode AD and second derivatives
+
+OPTIONS = {"causal": True, "softcap": 1.3, "return_lse": True}
+SHAPES = (2, 3, 4, 8), (2, 5, 2, 8), (2, 5, 2, 3), (4,)  # of q, k, v and sinks
+ALL = (0, 1, 2, 3)
 
 
-def dual(x):
-    return forward_ad.make_dual(x, torch.ones_like(x))
+def ours(q, k, v, sinks):
+    return attention(q, k, v, sinks=sinks, impl="eager", **OPTIONS)
 
 
-@pytest.mark.parametrize("grad", [False, True])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("which", [0, 1, 2])
-def test_a_tangent_is_refused_and_not_dropped(which, packed, grad):
-    cu = torch.tensor([0, 2, 5], dtype=torch.int32)
-    qkv = [torch.randn(5, 2, 8).requires_grad_(grad) for _ in range(3)]
-
-    def call(q, k, v):
-        return attention_varlen(q, k, v, cu, cu, impl="eager") if packed else attention(q[None], k[None], v[None], impl="eager")
-
-    alone = call(*qkv)
-    with forward_ad.dual_level():
-        assert torch.equal(call(*qkv), alone), "without a tangent nothing is refused"
-        qkv[which] = dual(qkv[which])
-        with pytest.raises(NotImplementedError, match=r"forward-mode derivative .* is not implemented .* use backward\(\)"):
-            call(*qkv)
-        with torch.no_grad(), pytest.raises(NotImplementedError, match="forward-mode derivative"):
-            call(*qkv)
+def oracle(q, k, v, sinks):
+    return attention_reference(q, k, v, sinks=sinks, **OPTIONS)
 
 
-def test_a_tangent_of_a_gradient_is_refused():
-    q = torch.randn(1, 3, 2, 8, requires_grad=True)
-    out = attention(q, q, q, impl="eager")
-    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="forward-mode derivative"):
-        torch.autograd.grad(out, q, dual(torch.ones_like(out)))
+def draw(seed, *more):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(*more, *shape, generator=generator) for shape in SHAPES]
+
+
+def scalar(f):
+    """Not linear in either result, so that nothing of a second derivative is zero."""
+    return lambda *x: sum((y * torch.linspace(-1, 1, y.numel(), dtype=y.dtype).view(y.shape)).sin().sum() for y in f(*x))
+
+
+def of_tangents(f, tangents):
+    return lambda *x: sum(y.sin().sum() for y in tree_leaves(torch.func.jvp(f, x, tuple(tangents))))
+
+
+FIRST = {
+    "jvp": lambda f, x, t: torch.func.jvp(f, x, t),
+    "jacfwd": lambda f, x, t: torch.func.jacfwd(f, ALL)(*x),
+    "linearize": lambda f, x, t: torch.func.linearize(f, *x)[1](*t),
+    "autograd.functional.jvp": lambda f, x, t: torch.autograd.functional.jvp(f, x, t),
+    "vmap of jvp over tangents": lambda f, x, t: torch.func.vmap(lambda *t: torch.func.jvp(f, x, t))(*[torch.stack([y, -y]) for y in t]),
+    "jvp of vmap": lambda f, x, t: torch.func.jvp(
+        lambda q, k, v, sinks: torch.func.vmap(f, (0, None, 0, None))(q, k, v, sinks),
+        (x[0][None], x[1], x[2][None], x[3]),
+        (t[0][None], t[1], t[2][None], t[3]),
+    ),
+}
+SECOND = {
+    "hessian": lambda f, x, t: torch.func.hessian(scalar(f), ALL)(*x),
+    "jacrev of jacrev": lambda f, x, t: torch.func.jacrev(torch.func.jacrev(scalar(f), ALL), ALL)(*x),
+    "jvp of grad": lambda f, x, t: torch.func.jvp(torch.func.grad(scalar(f), ALL), x, t),
+    "grad of grad": lambda f, x, t: torch.func.grad(lambda *x: sum(y.sin().sum() for y in torch.func.grad(scalar(f), ALL)(*x)), ALL)(*x),
+    "grad of jvp": lambda f, x, t: torch.func.grad(of_tangents(f, t), ALL)(*x),
+    "grad of jvp in tangents": lambda f, x, t: torch.func.grad(lambda *t: of_tangents(f, t)(*x), ALL)(*t),
+    "vmap of grad of grad": lambda f, x, t: torch.func.vmap(
+        torch.func.grad(lambda *x: sum(y.sin().sum() for y in torch.func.grad(scalar(f), ALL)(*x)), (0, 1, 2)), (0, 0, 0, None)
+    )(*[torch.stack([y, y.cos()]) for y in x[:3]], x[3]),
+    "vhp": lambda f, x, t: torch.autograd.functional.vhp(scalar(f), x, t),
+    "autograd.functional.hessian": lambda f, x, t: torch.autograd.functional.hessian(scalar(f), x),
+}
+
+
+@pytest.mark.parametrize("transform", [*FIRST.values(), *SECOND.values()], ids=[*FIRST, *SECOND])
+def test_transforms_of_a_second_order_give_the_oracles_results(transform):
+    x, t = (tuple(y[:1, :2] if y.dim() == 4 else y for y in draw(seed)) for seed in (0, 1))
+    found = tree_leaves(transform(ours, x, t))
+    expected = tree_leaves(transform(oracle, tuple(y.double() for y in x), tuple(y.double() for y in t)))
+    for y, z in zip(found, expected, strict=True):
+        torch.testing.assert_close(y.double(), z, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1, 3), (2,)], ids=str)
+@pytest.mark.parametrize("name", ["jvp", "hessian", "grad of grad", "grad of jvp"])
+def test_of_some_inputs(name, wanted):
+    """What is not asked about has neither a tangent nor a gradient."""
+    x, t = draw(0), tuple(draw(1)[i] for i in wanted)
+
+    def of(f, kind):
+        def some(*moving):
+            inputs = [y.to(kind) for y in x]
+            for place, y in zip(wanted, moving, strict=True):
+                inputs[place] = y
+            return f(*inputs)
+
+        moving, tangents = (tuple(y.to(kind) for y in ys) for ys in ((x[i] for i in wanted), t))
+        places = tuple(range(len(wanted)))
+        if name == "jvp":
+            return torch.func.jvp(some, moving, tangents)
+        if name == "hessian":
+            return torch.func.hessian(scalar(some), places)(*moving)
+        if name == "grad of jvp":
+            return torch.func.grad(of_tangents(some, tangents), places)(*moving)
+        return torch.func.grad(lambda *m: sum(y.sin().sum() for y in torch.func.grad(scalar(some), places)(*m)), places)(*moving)
+
+    for y, z in zip(tree_leaves(of(ours, torch.float32)), tree_leaves(of(oracle, torch.float64)), strict=True):
+        torch.testing.assert_close(y.double(), z, rtol=1e-4, atol=1e-5)
+
+
+def test_vmap_of_jvp_is_one_call_with_a_larger_batch(ran):
+    x, t = draw(0, 3), draw(1, 3)
+    sinks = x[3][0]
+
+    def one(q, k, v, *t):
+        return torch.func.jvp(ours, (q, k, v, sinks), t)
+
+    found = tree_leaves(torch.func.vmap(one)(*x[:3], *t))
+    assert ran == {"tangent": 1}
+    assert_stacked(found, [tree_leaves(one(*y)) for y in zip(*x[:3], *t, strict=True)])
+
+
+def test_a_tangent_of_slopes_is_refused():
+    x, slopes = draw(0)[:3], torch.rand(4)
+    for call in (
+        lambda: torch.func.jvp(lambda s: attention(*x, alibi_slopes=s, impl="eager"), (slopes,), (slopes,)),
+        lambda: torch.func.jvp(torch.func.grad(lambda q, s: attention(q, *x[1:], alibi_slopes=s, impl="eager").sum()), (x[0], slopes),
+                               (x[0], slopes)),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="the gradient of alibi_slopes is not implemented"):
+            call()
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="the gradient of alibi_slopes is not implemented"):
+        attention(*x, alibi_slopes=forward_ad.make_dual(slopes, slopes), impl="eager")
+
+
+THIRD = {
+    "jvp of jvp": lambda loss, x: torch.func.jvp(lambda x: torch.func.jvp(loss, (x,), (x,))[1], (x,), (x,)),
+    "jacfwd of jacfwd": lambda loss, x: torch.func.jacfwd(torch.func.jacfwd(loss))(x),
+    "grad of grad of grad": lambda loss, x: torch.func.grad(
+        lambda x: torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x).sum()
+    )(x),
+    "jacfwd of hessian": lambda loss, x: torch.func.jacfwd(torch.func.hessian(loss))(x),
+    "hvp, which takes three": lambda loss, x: torch.autograd.functional.hvp(loss, x, x),
+}
+
+
+@pytest.mark.parametrize("transform", THIRD.values(), ids=THIRD)
+def test_what_goes_further_is_refused(transform):
+    x = torch.randn(1, 3, 2, 8)
+    with pytest.raises(NotImplementedError, match=r"derivative of flashattn's attention is not implemented: .*detach\(\)"):
+        transform(lambda x: attention(x, x, x, impl="eager").square().sum(), x)
+
+
+def test_a_packed_call_has_them_too_but_no_vmap():
+    x, cu = torch.randn(5, 2, 8), torch.tensor([0, 2, 5], dtype=torch.int32)
+    loss = lambda x: attention_varlen(x, x, x, cu, cu, impl="eager").square().sum()  # noqa: E731
+    apart = lambda x: sum(attention_reference(*[y[None]] * 3).square().sum() for y in (x[:2], x[2:]))  # noqa: E731
+    for transform in (
+        lambda f, x: torch.func.jvp(f, (x,), (x.cos(),)),
+        lambda f, x: torch.func.jvp(torch.func.grad(f), (x,), (x.cos(),)),
+        lambda f, x: torch.func.grad(lambda x: torch.func.grad(f)(x).sin().sum())(x),
+    ):
+        torch.testing.assert_close(transform(loss, x), transform(apart, x), rtol=1e-4, atol=1e-5)
+    with pytest.raises(NotImplementedError, match="vmap of attention_varlen is not implemented"):
+        torch.func.jacfwd(loss)(x)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -216,20 +331,3 @@ def test_what_has_no_tangent_may_be_there_beside_one_that_has(compiled):
 
     value, tangent = (torch.compile(call, backend="aot_eager", fullgraph=True) if compiled else call)(x)
     assert torch.equal(tangent, value)
-
-
-TRANSFORMS = {
-    "jvp": lambda loss, x: torch.func.jvp(loss, (x,), (x,)),
-    "jacfwd": lambda loss, x: torch.func.jacfwd(loss)(x),
-    "hessian": lambda loss, x: torch.func.hessian(loss)(x),
-    "jvp of grad": lambda loss, x: torch.func.jvp(torch.func.grad(loss), (x,), (x,)),
-    "grad of grad": lambda loss, x: torch.func.grad(lambda x: torch.func.grad(loss)(x).sum())(x),
-    "grad of vmap of grad": lambda loss, x: torch.func.grad(lambda x: torch.func.vmap(torch.func.grad(loss))(x[None]).sum())(x),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_transforms_that_need_what_is_missing_are_refused(transform):
-    x = torch.randn(1, 3, 2, 8)
-    with pytest.raises(NotImplementedError, match=r"derivative of flashattn's (attention|backward) is not implemented"):
-        transform(lambda x: attention(x, x, x, impl="eager").square().sum(), x)

@@ -33,6 +33,9 @@ from flashattn.torch_ops.describe import describe
 
 PASSES = {  # and the tensors of each, as its launcher names them
     "forward": ("q", "k", "v", "out", "lse", "cu_q", "cu_k", "slopes", "sinks"),
+    "tangent": (
+        "q", "k", "v", "tq", "tk", "tv", "out", "tout", "lse", "tlse", "cu_q", "cu_k", "slopes", "sinks", "tsinks",
+    ),
     "delta": ("out", "dout", "dlse", "delta"),
     "dkdv": ("q", "k", "v", "dout", "lse", "delta", "dk", "dv", "cu_q", "cu_k", "slopes"),
     "dk": ("q", "k", "v", "dout", "lse", "delta", "dk", None, "cu_q", "cu_k", "slopes"),
@@ -118,11 +121,14 @@ def tensors_of(packed=False, dim=64, dim_v=64, heads_kv=2, rows=128, offset=0, s
     found = {name: tensor(heads, d) for name, heads, d in (("q", 4, dim), ("k", heads_kv, dim), ("v", heads_kv, dim_v), ("dout", 4, dim_v))}
     found |= {"out": torch.zeros(*shape, 4, dim_v, dtype=torch.float16), "dq": torch.zeros(*shape, 4, dim, dtype=torch.float16)}
     found |= {f"d{name}": torch.zeros(found[name].shape, dtype=torch.float16) for name in "kv"}
-    found |= {name: torch.zeros(rows_of) for name in ("lse", "delta")} | {"dlse": torch.zeros(rows_of) if dlse else None}
+    found |= {f"t{name}": tensor(heads, d) for name, heads, d in (("q", 4, dim), ("k", heads_kv, dim), ("v", heads_kv, dim_v))}
+    found |= {"tout": torch.zeros(*shape, 4, dim_v, dtype=torch.float16)}
+    found |= {name: torch.zeros(rows_of) for name in ("lse", "delta", "tlse")} | {"dlse": torch.zeros(rows_of) if dlse else None}
     cu = [torch.tensor([0, rows // 2, rows], dtype=torch.int32) for _ in range(2)] if packed else [None, None]
     counter = torch.zeros(4, dtype=torch.int32)[offset // 4 :]  # one that is aligned to 8 bytes only is another kernel
     found |= {"slopes": torch.zeros([2, 4][2 - slopes :] if slopes else 0), "sinks": torch.zeros(offset + 4)[offset:]}
-    found |= {name: None for name, there in (("slopes", slopes), ("sinks", sinks)) if not there}
+    found |= {"tsinks": torch.zeros(2 if not packed else 1, 4)}
+    found |= {name: None for name, there in (("slopes", slopes), ("sinks", sinks), ("tsinks", sinks), ("tk", dlse)) if not there}
     return found | dict(zip(("cu_q", "cu_k", "counter"), (*cu, counter), strict=True))
 
 

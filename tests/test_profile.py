@@ -76,6 +76,10 @@ def test_flops_are_those_of_the_kept_pairs(which):
     assert dv == 2 * pairs * (problem.head_dim + problem.head_dim_v), "q k^T, P^T dO"
     if on_hopper(problem):
         assert [told(problem, "hopper backward", needs=needs)["flops16"] for needs in "kv"] == [dk, dv]
+    assert flops(told(problem, "tangent")) == attention(problem, "tangent").flops == 3 * forward
+    along = {"q": (2, 2), "k": (2, 2), "qk": (3, 2), "v": (1, 2), "s": (1, 1), "qv": (2, 3)}  # products of head_dim, of head_dim_v
+    for moving, (d, dv) in along.items():
+        assert flops(told(problem, "tangent", moving=moving)) == 2 * pairs * (d * problem.head_dim + dv * problem.head_dim_v), moving
     assert f"flops{8 * problem.itemsize}" in told(problem, "forward")
 
 
@@ -89,6 +93,8 @@ def test_bytes_are_those_of_the_tensors_of_each_pass(which):
     lse = 4 * rows_q * problem.heads_q
     expected = {
         ("forward", ""): moved["forward"],
+        ("tangent", "qkv"): 2 * moved["forward"],
+        ("tangent", "k"): moved["forward"] + k + out + lse,
         ("delta", "dlse"): 2 * out + 2 * lse,
         ("delta", ""): 2 * out + lse,
         ("dkdv", "kv"): q + k + v + out + 2 * lse + k + v,
@@ -97,14 +103,14 @@ def test_bytes_are_those_of_the_tensors_of_each_pass(which):
         ("dq", ""): q + k + v + out + 2 * lse + q,
     } | ({("hopper", ""): moved["forward"]} if on_hopper(problem) else {})
     for (name, variant), size in expected.items():
-        options = {"needs": variant} if name == "dkdv" else {"dlse": variant == "dlse"}
+        options = {"needs": variant} if name == "dkdv" else {"moving": variant} if name == "tangent" else {"dlse": variant == "dlse"}
         assert told(problem, name, **options)["bytes"] == size, f"{name} {variant}"
     once = {"q": q, "k": k, "v": v, "out": out, "dout": out, "lse": lse, "dq": q, "dk": k, "dv": v}
     assert moved["backward"] == sum(once.values())
 
 
 def test_packed_calls_have_no_flops():
-    assert not [key for name in ("forward", "dkdv", "dq", "hopper") for key in told(PACKED, name) if "flops" in key]
+    assert not [key for name in ("forward", "tangent", "dkdv", "dq", "hopper") for key in told(PACKED, name) if "flops" in key]
 
 
 def test_names_tell_the_pass_and_the_shape():
@@ -114,6 +120,7 @@ def test_names_tell_the_pass_and_the_shape():
     assert told(PACKED, "hopper")["name"] == told(PACKED, "forward")["name"].replace("fwd", "fwd_hopper")
     assert [told(BASE, "dkdv", needs=needs)["name"] for needs in ("kv", "k", "v")] == [
         f"attn_bwd_dkdv[{shape}]", f"attn_bwd_dk[{shape}]", f"attn_bwd_dv[{shape}]"]  # fmt: skip
+    assert told(BASE, "tangent")["name"] == f"attn_jvp[{shape}]"
     assert told(BASE, "dq")["name"] == f"attn_bwd_dq[{shape}]"
     assert told(BASE, "hopper backward")["name"] == f"attn_bwd_hopper[{shape}]"
     for name in ("before", "after"):
@@ -139,6 +146,7 @@ def test_every_kernel_has_its_description():
     try:
         assert pool.run(wiring) == {
             "attn_fwd": "flashattn.kernels.portable.profile.forward_metadata",
+            "attn_jvp": "flashattn.kernels.portable.profile.tangent_metadata",
             "attn_fwd_hopper": "flashattn.kernels.hopper.profile.forward_metadata",
             "attn_bwd_hopper": "flashattn.kernels.hopper.profile.backward_metadata",
             "attn_bwd_hopper_before": "flashattn.kernels.hopper.profile.before_metadata",

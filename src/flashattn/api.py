@@ -87,6 +87,20 @@ def attention(
     The score matrix never exists in memory: tiles of keys stream past a block of queries under the online softmax, and the backward
     rebuilds the probabilities from lse.
 
+    Derivatives, dense and packed, all in memory linear in the lengths. Gradients. Forward-mode ones along tangents of q, k, v and sinks,
+    of which some may have none (``torch.func.jvp``, ``jacfwd``, ``torch.autograd.forward_ad``): one fused kernel gives out, lse and their
+    tangents, and no other runs. Second ones (``create_graph=True``, ``torch.func.hessian``, the gradient of a jvp, the jvp of a gradient):
+    recomputed in plain PyTorch a chunk of rows at a time, whatever `impl` says. With a dot for a tangent and p for the probabilities,
+
+    .. math::
+        \dot s_{ij} = \text{softmax\_scale} \, (\dot q_i \cdot k_j + q_i \cdot \dot k_j), \qquad
+        \dot{\text{lse}}_i = \sum_j p_{ij} \dot s_{ij}, \qquad
+        \dot{\text{out}}_i = \sum_j p_{ij} (\dot s_{ij} v_j + \dot v_j) - \dot{\text{lse}}_i \, \text{out}_i
+
+    Not there: third derivatives, and the tangent of a tangent (``jvp`` of ``jvp``); ``detach()`` what needs none, as the tangent in the
+    target of consistency training. One graph of ``torch.compile`` (fullgraph=True) can't hold ``torch.func``'s transforms of attention;
+    where the graph may break they work. ``torch.vmap`` of dense calls works over all of them.
+
     Args:
         q: queries ``[batch, seqlen_q, heads_q, head_dim]``; float16, bfloat16 or float32; head_dim 1 to 256. Any strides; a last dimension
             that is not contiguous is copied once.
@@ -102,7 +116,7 @@ def attention(
         softcap: a bound of the scores, which tanh bends towards it; positive, any size. None or 0 is none. The tanh of ``"hopper"`` is the
             GPU's instruction, within 2**-11 of its size; that of the others is exact to float32.
         alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``: what a step away from the diagonal costs a score. The diagonal is the
-            bottom-right one, with ``causal="top-left"`` too. No gradient: a tensor that requires one is refused.
+            bottom-right one, with ``causal="top-left"`` too. No derivative: a tensor that requires a gradient or has a tangent is refused.
         sinks: ``[heads_q]``, float32, float16 or bfloat16: a learned logit of each head, in natural units, that takes its share of the
             softmax and gives nothing. -inf is none, and so is less than -2e38; nothing above 2e38. Differentiable.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
@@ -122,13 +136,14 @@ def attention(
     Raises:
         ValueError: shapes, devices or option values that don't fit together. TypeError: dtypes, non-tensors.
         NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; ``impl`` names a kernel that can't run the call (with
-            its reasons); a second derivative; a forward-mode one (``torch.func.jvp``, ``jacfwd``, ``hessian``).
+            its reasons); a third derivative; a forward-mode one of a forward-mode one.
 
     float32 products are IEEE float32 unless ``torch.backends.cuda.matmul`` allows tf32.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1 and appendix B; Dao 2023 (FlashAttention-2), section 3; Milakov & Gimelshein 2018
     (online softmax), section 3. softcap: Gemma Team 2024 (Gemma 2), section 2. alibi_slopes: Press et al. 2021 (ALiBi), section 3. sinks:
-    Xiao et al. 2023 (StreamingLLM), section 3; learned ones, OpenAI 2025 (gpt-oss), section 2.
+    Xiao et al. 2023 (StreamingLLM), section 3; learned ones, OpenAI 2025 (gpt-oss), section 2. Tangents: Lu & Song 2024 (sCM), appendix on
+    a flash attention with them.
     """
     key = torch_ops.key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks)
     forward = torch_ops.known(key)
@@ -227,9 +242,10 @@ def explain(
     """What :func:`attention` (or, with cu_seqlens, :func:`attention_varlen`) would run for this call, without running it.
 
     Arguments as there; tensors on the ``meta`` device or fakes of fixed sizes do, for their shapes. Returns an `Explanation`: print it,
-    or read its fields: the kernel of each pass, why the ones before it in the table can't run, the tiles, FLOPs (4 * pairs * dim forward,
-    2.5 times that backward, kept pairs only), the least bytes that must move, and the roofline: the least time that a GPU's peak and
-    bandwidth allow, and which of the two binds. `.measured(forward=ms, backward=ms)` adds how near a measured time comes to it.
+    or read its fields: the kernel of each pass ("forward", "backward", and "tangent" for forward-mode derivatives), why the ones before it
+    in the table can't run, the tiles, FLOPs (4 * pairs * dim forward, 2.5 times that backward, 3 times with tangents, kept pairs only),
+    the least bytes that must move, and the roofline: the least time that a GPU's peak and bandwidth allow, and which of the two binds.
+    `.measured(forward=ms, backward=ms)` adds how near a measured time comes to it.
 
     gpu: whose roofline, a name in `flashattn.roofline.GPUS` as "H200"; default: the GPU of the tensors, if it is in that table. It doesn't
     change which kernel is chosen.

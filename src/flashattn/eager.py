@@ -13,7 +13,8 @@ rowsum(p * dp) of the very numbers it is subtracted from, where a kernel that se
 and rounded differently (FlashAttention, 2022, appendix B.2). A row with a single key gets a gradient of exactly 0 this way, and scores of
 1e5, whose lse is rounded to 1e-2, cost no accuracy.
 
-Over 300 lines because one pass over a chunk has everything that scores can have, and the backward repeats what the forward did.
+Over 300 lines because one pass over a chunk has everything that scores can have, and the backward, the tangents and the second derivatives
+repeat what the forward did.
 """
 
 import contextlib
@@ -113,6 +114,93 @@ def backward(
         return grads
 
 
+def tangent(
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    tsinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(out, lse, tout, tlse): the forward and its derivative along tangents of q, k, v and sinks, of which some may be None:
+
+        tout_i = sum_j p_ij ((ts_ij - mu_i) v_j + tv_j)     tlse_i = mu_i = sum_j p_ij ts_ij,   ts_ij = scale (tq_i . k_j + q_i . tk_j)
+
+    where a softcap multiplies ts by 1 - tanh^2, and a sink is a key of value 0. Tangents are shaped like what they are of, but tsinks like
+    the gradient of sinks: of each batch entry. Rows without keys have tout 0 and tlse 0, or the tangent of the sink.
+    """
+    with _without_autocast(q.device):
+        if not problem.varlen:
+            return _dense_tangent(problem, q, k, v, tq, tk, tv, tsinks, slopes, sinks)
+        out, tout = (q.new_zeros(*q.shape[:-1], v.shape[-1]) for _ in range(2))
+        lse, tlse = (q.new_full((q.shape[1], q.shape[0]), value, dtype=torch.float32) for value in (-math.inf, 0.0))
+        for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+            n = len(sequences)
+            places = (q, at_q), (k, at_k), (v, at_k), (tq, at_q), (tk, at_k), (tv, at_k)
+            parts = [None if x is None else _unpack(x, at, n) for x, at in places]
+            part_tsinks = None if tsinks is None else tsinks.expand(n, -1)
+            *found, found_tlse = _dense_tangent(problem, *parts, part_tsinks, _of_sequences(slopes, sequences), sinks)
+            out[at_q], part_lse, tout[at_q] = found[0].flatten(0, 1), found[1], found[2].flatten(0, 1)
+            lse[:, at_q], tlse[:, at_q] = (rearrange(x, "n h s -> h (n s)") for x in (part_lse, found_tlse))
+        return out, lse, tout, tlse
+
+
+def second(
+    problem: Problem,
+    needs: tuple[bool, bool, bool, bool],
+    dout: Tensor | None,
+    dlse: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    tq: Tensor | None,
+    tk: Tensor | None,
+    tv: Tensor | None,
+    tsinks: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
+    slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """The derivative along tangents of what `backward` gives for fixed dout and dlse, or, which is the same, the gradients of
+    G = dout . tout + dlse . tlse (`tangent`) in q, k, v and sinks: the Hessian of dout . out + dlse . lse times the tangents.
+
+    With dp_ij = dout_i . v_j, delta_i and ds_ij as in `backward`, and e_ij = dp_ij - delta_i, G is the sum over all i and j of
+    p_ij (ts_ij e_ij + dout_i . tv_j); a sink is a key with v = 0. With c_ij the derivative of G in p_ij, a_ij that in the scaled product,
+
+        c_ij = ts_ij e_ij + dout_i . tv_j - mu_i dp_ij           a_ij = p_ij (c_ij - sum_k p_ik c_ik)
+        hq_i = scale sum_j (a_ij k_j + ds_ij tk_j)               hv_j = sum_i p_ij (ts_ij - mu_i) dout_i
+        hk_j = scale sum_i (a_ij q_i + ds_ij tq_i)               hsink = sum_i a_i of the sink
+
+    where a softcap multiplies a by w = 1 - tanh^2 and adds p e times the tangent of w. v may be None if only tv is given. As for the rest,
+    see `backward`.
+    """
+    with _without_autocast(q.device):
+        if not problem.varlen:
+            return _dense_second(problem, needs, dout, dlse, q, k, v, tq, tk, tv, tsinks, slopes, sinks)
+        grads = _zero_gradients(problem, needs, q, k)
+        for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
+            n = len(sequences)
+            part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
+            places = (dout, at_q), (q, at_q), (k, at_k), (v, at_k), (tq, at_q), (tk, at_k), (tv, at_k)
+            part_dout, *parts = (None if x is None else _unpack(x, at, n) for x, at in places)
+            part_tsinks = None if tsinks is None else tsinks.expand(n, -1)
+            extras = _of_sequences(slopes, sequences), sinks
+            *parts, dsinks = _dense_second(problem, needs, part_dout, part_dlse, *parts, part_tsinks, *extras)
+            for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=False):
+                if grad is not None:
+                    grad[at] = part.flatten(0, 1)
+            if dsinks is not None:
+                grads[-1].add_(dsinks.sum(0))
+        return grads
+
+
 def _dense_forward(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -186,6 +274,155 @@ def _dense_backward(
             if grad is not None:
                 grad[batch, :, heads] = rearrange(grad_HND, "(b h) n d -> b n h d", h=k[batch, :, heads].shape[2])
     return dq, dk, dv, None if owed is None else owed.sum(-1).flatten(1)
+
+
+def _dense_tangent(
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, tq, tk, tv, tsinks, slopes: Tensor | None, sinks: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out, tout = (q.new_zeros(*q.shape[:-1], v.shape[-1]) for _ in range(2))
+    lse, tlse = (q.new_full((q.shape[0], q.shape[2], q.shape[1]), value, dtype=torch.float32) for value in (-math.inf, 0.0))
+    if sinks is not None:
+        lse.copy_(sinks[:, None])
+        if tsinks is not None:
+            tlse.copy_(tsinks[..., None]).masked_fill_(sinks[:, None] == -math.inf, 0.0)
+    groups = (k.shape[2], problem.group)
+    q, tq, out_grouped, tout_grouped = (None if x is None else x.unflatten(2, groups) for x in (q, tq, out, tout))
+    lse_grouped, tlse_grouped = lse.unflatten(1, groups), tlse.unflatten(1, groups)
+    for batch, heads, chunks in _blocks(problem, q, k):
+        k_HND, v_HNV, tk_HND, tv_HNV = (None if x is None else _keys_first(x[batch, :, heads]) for x in (k, v, tk, tv))
+        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
+        for rows, keys in chunks:
+            q_HMD, tq_HMD = (None if x is None else _fold(x[batch, rows, heads]) for x in (q, tq))
+            scores = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
+            tsink_HM = None if tsinks is None else _rows_of_heads(tsinks.unflatten(1, groups)[batch, heads], rows)
+            moved = _moved(problem, scores, q_HMD, k_HND[:, keys], tq_HMD, None if tk is None else tk_HND[:, keys], tsink_HM)
+            _unfold(torch.bmm(moved.p_HMN, v_HNV[:, keys]), into=out_grouped[batch, rows, heads])
+            tout_HMV = torch.bmm(moved.tp_HMN, v_HNV[:, keys])
+            if tv is not None:
+                tout_HMV.baddbmm_(moved.p_HMN, tv_HNV[:, keys])
+            _unfold(tout_HMV, into=tout_grouped[batch, rows, heads])
+            for whole, part in ((lse_grouped, scores.m_HM + scores.l_HM.log()), (tlse_grouped, moved.mu_HM)):
+                chunk = whole[batch, heads, :, rows]
+                chunk.copy_(part.view(chunk.shape))
+    return out, lse, tout, tlse
+
+
+class _Moved(NamedTuple):
+    """Probabilities p, the tangents ts of scores and ta of scaled products (None: 0), mu = sum p ts over keys and sink, tp = p (ts - mu);
+    of a sink, its probability and its tangent (None: there is none)."""
+
+    p_HMN: Tensor
+    ts_HMN: Tensor | None
+    ta_HMN: Tensor | None
+    mu_HM: Tensor
+    tp_HMN: Tensor
+    sink_HM: Tensor | None
+    tsink_HM: Tensor | None
+
+
+def _moved(problem: Problem, scores: "_Scores", q_HMD: Tensor, k_HND: Tensor, tq_HMD, tk_HND, tsink_HM) -> _Moved:
+    """How tangents move the probabilities of a chunk. Where p is 0 by the mask, ts is made 0: it may be anything."""
+    p_HMN = scores.e_HMN / scores.l_HM
+    sink_HM = None if scores.sink_HM is None else scores.sink_HM / scores.l_HM
+    ta_HMN = ts_HMN = None
+    products = [(a, b) for a, b in ((tq_HMD, k_HND), (q_HMD, tk_HND)) if a is not None and b is not None]
+    mu_HM = torch.zeros_like(scores.l_HM)
+    for a, b in products:
+        ta_HMN = torch.baddbmm(p_HMN if ta_HMN is None else ta_HMN, a, b.mT, beta=float(ta_HMN is not None), alpha=problem.softmax_scale)
+    if products:
+        ta_HMN = ta_HMN.masked_fill_(p_HMN == 0.0, 0.0)
+        ts_HMN = ta_HMN if scores.tanh_HMN is None else ta_HMN * (1 - scores.tanh_HMN.square())
+        mu_HM = (p_HMN * ts_HMN).sum(-1, keepdim=True)
+    if tsink_HM is not None:
+        tsink_HM = tsink_HM.masked_fill(sink_HM == 0.0, 0.0)
+        mu_HM = mu_HM + sink_HM * tsink_HM
+    tp_HMN = p_HMN * (-mu_HM if ts_HMN is None else ts_HMN - mu_HM)
+    return _Moved(p_HMN, ts_HMN, ta_HMN, mu_HM, tp_HMN, sink_HM, tsink_HM)
+
+
+def _dense_second(
+    problem: Problem, needs: tuple[bool, bool, bool, bool], dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor,
+    v: Tensor | None, tq, tk, tv, tsinks, slopes: Tensor | None, sinks: Tensor | None,
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    hq, hk, hv, hsinks = _zero_gradients(problem, needs, q, k)
+    if dout is None and dlse is None:
+        return hq, hk, hv, hsinks
+    groups = (k.shape[2], problem.group)
+    q, tq, dout, hq_grouped = (None if x is None else x.unflatten(2, groups) for x in (q, tq, dout, hq))
+    dlse, owed = (None if x is None else x.unflatten(1, groups) for x in (dlse, hsinks))
+    for batch, heads, chunks in _blocks(problem, q, k):
+        k_HND, v_HNV, tk_HND, tv_HNV = (None if x is None else _keys_first(x[batch, :, heads]) for x in (k, v, tk, tv))
+        hk_HND = None if hk is None else torch.zeros_like(k_HND)
+        hv_HNV = None if hv is None else k_HND.new_zeros(*k_HND.shape[:-1], problem.head_dim_v)
+        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
+        for rows, keys in chunks:
+            q_HMD, tq_HMD, dout_HMV = (None if x is None else _fold(x[batch, rows, heads]) for x in (q, tq, dout))
+            scores = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
+            tsink_HM = None if tsinks is None else _rows_of_heads(tsinks.unflatten(1, groups)[batch, heads], rows)
+            moved = _moved(problem, scores, q_HMD, k_HND[:, keys], tq_HMD, None if tk is None else tk_HND[:, keys], tsink_HM)
+            if hv is not None and dout is not None:
+                hv_HNV[:, keys].baddbmm_(moved.tp_HMN.mT, dout_HMV)
+            dlse_HM = None if dlse is None else dlse[batch, heads, :, rows].reshape(scores.l_HM.shape)
+            if hq is None and hk is None and hsinks is None:
+                continue
+            values = (None if x is None else x[:, keys] for x in (v_HNV, tv_HNV))
+            a_HMN, ds_HMN, a_sink_HM = _second_scores(problem, scores, moved, dout_HMV, dlse_HM, *values)
+            if hsinks is not None:
+                part = owed[batch, heads]
+                part += a_sink_HM.view(*part.shape, -1).sum(-1)
+            if hq is not None:
+                hq_HMD = torch.bmm(a_HMN, k_HND[:, keys])
+                if tk is not None:
+                    hq_HMD.baddbmm_(ds_HMN, tk_HND[:, keys])
+                _unfold(hq_HMD.mul_(problem.softmax_scale), into=hq_grouped[batch, rows, heads])
+            if hk is not None:
+                hk_HND[:, keys].baddbmm_(a_HMN.mT, q_HMD, alpha=problem.softmax_scale)
+                if tq is not None:
+                    hk_HND[:, keys].baddbmm_(ds_HMN.mT, tq_HMD, alpha=problem.softmax_scale)
+        for grad, grad_HND in ((hk, hk_HND), (hv, hv_HNV)):
+            if grad is not None:
+                grad[batch, :, heads] = rearrange(grad_HND, "(b h) n d -> b n h d", h=k[batch, :, heads].shape[2])
+    return hq, hk, hv, hsinks
+
+
+def _second_scores(problem: Problem, scores: "_Scores", moved: _Moved, dout_HMV, dlse_HM, v_HNV, tv_HNV):
+    """(a, ds, a of the sink) of a chunk, see `second`; ds is None where scores have no tangents."""
+    p_HMN, ts_HMN, ta_HMN, mu_HM, _, sink_HM, tsink_HM = moved
+    minus_delta_HM = torch.zeros_like(mu_HM) if dlse_HM is None else dlse_HM.clone()
+    dp_HMN = c_HMN = ds_HMN = None
+    if dout_HMV is not None and v_HNV is not None:
+        dp_HMN = torch.bmm(dout_HMV, v_HNV.mT)
+        minus_delta_HM -= (p_HMN * dp_HMN).sum(-1, keepdim=True)
+    e_HMN = minus_delta_HM if dp_HMN is None else dp_HMN + minus_delta_HM
+    if ts_HMN is not None:
+        c_HMN = ts_HMN * e_HMN
+    if dout_HMV is not None and tv_HNV is not None:
+        dtp_HMN = torch.bmm(dout_HMV, tv_HNV.mT)
+        c_HMN = dtp_HMN if c_HMN is None else c_HMN.add_(dtp_HMN)
+    c_HMN = torch.zeros_like(p_HMN) if c_HMN is None else c_HMN
+    if dp_HMN is not None:
+        c_HMN = c_HMN.addcmul_(mu_HM, dp_HMN, value=-1)
+    mean_HM = (p_HMN * c_HMN).sum(-1, keepdim=True)
+    a_sink_HM = None
+    if sink_HM is not None:
+        c_sink_HM = torch.zeros_like(mu_HM) if tsink_HM is None else tsink_HM * minus_delta_HM
+        mean_HM += sink_HM * c_sink_HM
+        a_sink_HM = sink_HM * (c_sink_HM - mean_HM)
+    a_HMN = c_HMN.sub_(mean_HM).mul_(p_HMN)
+    if ts_HMN is not None:
+        ds_HMN = p_HMN * e_HMN
+    if scores.tanh_HMN is not None:
+        w_HMN = 1 - scores.tanh_HMN.square()
+        a_HMN.mul_(w_HMN)
+        if ts_HMN is not None:
+            ds_HMN.mul_(w_HMN)
+            a_HMN.addcmul_(ds_HMN * ta_HMN, scores.tanh_HMN, value=-2 / problem.softcap)
+    return a_HMN, ds_HMN, a_sink_HM
+
+
+def _rows_of_heads(x: Tensor, rows: slice) -> Tensor:
+    """[b, h, group], a number for each head -> [b h, group rows, 1]"""
+    return x.flatten(0, 1).float()[..., None].expand(-1, -1, rows.stop - rows.start).reshape(x.shape[0] * x.shape[1], -1, 1)
 
 
 def _zero_gradients(problem: Problem, needs: tuple[bool, bool, bool, bool], q: Tensor, k: Tensor) -> tuple[Tensor | None, ...]:

@@ -15,7 +15,8 @@ _PREFIXES = ("", "k", "M", "G", "T", "P", "E")
 
 @dataclass(frozen=True)
 class Explanation:
-    """Everything but `problem`, `tiles` and `padded` is {"forward": ..., "backward": ...}, since the two passes are chosen apart.
+    """Everything but `problem`, `tiles` and `padded` is {"forward": ..., "backward": ..., "tangent": ...}, since passes are chosen apart.
+    "tangent" is the forward with its derivative along tangents (`torch.func.jvp`); second derivatives are always "eager".
 
     kernels: their names. passed_over: {name: reasons} of the kernels before each in the table. tiles: {pass: row}, without the passes that
     run in plain PyTorch. padded: {pass: (head_dim, head_dim_v)} as these tiles have them. flops and bytes: kept pairs only, and every
@@ -56,9 +57,10 @@ class Explanation:
         variants = [f"softcap {p.softcap:g}"] * bool(p.softcap) + ["ALiBi"] * p.alibi + ["sinks"] * p.sinks
         lines += [f"  scores with {', '.join(variants)}"] if variants else []
         choices = [(f"kernel of the {direction}", kernel, self.passed_over[direction]) for direction, kernel in self.kernels.items()]
-        (_, forward, why), (_, backward, why_backward) = choices
+        (_, forward, why), (_, backward, why_backward), (_, tangent, _) = choices
         if forward == backward:  # then the same were passed over, each for what is against it in either pass
-            choices = [("kernel", forward, {name: dict.fromkeys([*reasons, *why_backward[name]]) for name, reasons in why.items()})]
+            both = ("kernel", forward, {name: dict.fromkeys([*reasons, *why_backward[name]]) for name, reasons in why.items()})
+            choices = [both] + choices[2:] * (tangent != forward)
         for what, kernel, passed_over in choices:
             lines.append(f"  {what}: {kernel}")
             lines += [f"    not {name}: {'; '.join(reasons)}" for name, reasons in passed_over.items()]
@@ -108,8 +110,8 @@ def explain(problem: Problem, impl: str | None, gpu: str | None = None) -> Expla
     chosen = {direction: select(problem, direction, impl) for direction in DIRECTIONS}
     passed_over = {direction: _passed_over(problem, direction, kernel, impl) for direction, kernel in chosen.items()}
     tiles, padded = {}, {}
-    for direction, kernel in chosen.items():  # the forward is one pass of that name, the backward is the others
-        rows = {name: row for name, row in kernel.rows(problem).items() if (name == "forward") == (direction == "forward")}
+    for direction, kernel in chosen.items():  # the backward is the passes that have no direction's name, or its own
+        rows = {name: row for name, row in kernel.rows(problem).items() if direction == (name if name in DIRECTIONS else "backward")}
         tiles |= rows
         padded |= dict.fromkeys(rows, kernel.padded(problem, direction))
     kernels = {direction: kernel.name for direction, kernel in chosen.items()}

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from ..problem import DTYPES, Problem
 from .configs import Config, hopper, portable, sm90
 
-DIRECTIONS = ("forward", "backward")
+DIRECTIONS = ("forward", "backward", "tangent")  # the last: the forward with its derivative along tangents
 TABLES = {(9, 0): sm90.ROWS}  # by the capability of NVIDIA GPUs
 OLDEST_CAPABILITY = (8, 0)
 HOPPER, HOPPER_TILE = (9, 0), 192
@@ -29,7 +29,7 @@ D_TILES, DV_TILES = (64, 96, 128, 192, 256), (64, 128, 256)  # of the Hopper ker
 @dataclass(frozen=True)
 class Kernel:
     """rows: {pass: tile} of a problem. padded: its head_dim and head_dim_v as the tiles of a direction have them. launch: the module with a
-    function for each of `directions`."""
+    function for each of `directions`. Beside DIRECTIONS there is "second", the derivative of the backward."""
 
     name: str
     reasons: Callable[[Problem, str], list[str]]
@@ -95,7 +95,7 @@ def portable_rows(problem: Problem) -> dict[str, Config]:
     found = {}
     for wanted in (key, *((*key, kind) for kind in _kinds(problem))):
         found |= {name: row for (name, *rest), row in rows.items() if tuple(rest) == wanted}
-    names = ("forward", "delta", *(("dk", "dv") if "dk" in found else ("dkdv",)), "dq")
+    names = ("forward", "tangent", "delta", *(("dk", "dv") if "dk" in found else ("dkdv",)), "dq")
     return {name: found[name] for name in names}
 
 
@@ -229,8 +229,12 @@ def eager_reasons(problem: Problem, direction: str) -> list[str]:
     return [] if problem.dtype in DTYPES else [f"dtype {problem.dtype}"]
 
 
+def eager_padded(problem: Problem, direction: str) -> tuple[int, int]:
+    return problem.head_dim, problem.head_dim_v
+
+
 KERNELS = (
-    Kernel("hopper", hopper_reasons, hopper_rows, hopper_padded, "flashattn.launch.hopper"),
+    Kernel("hopper", hopper_reasons, hopper_rows, hopper_padded, "flashattn.launch.hopper", ("forward", "backward")),
     Kernel("portable", portable_reasons, portable_rows, portable_padded, "flashattn.launch.portable"),
-    Kernel("eager", eager_reasons, lambda problem: {}, lambda problem, _: (problem.head_dim, problem.head_dim_v), "flashattn.eager"),
+    Kernel("eager", eager_reasons, lambda problem: {}, eager_padded, "flashattn.eager", (*DIRECTIONS, "second")),
 )

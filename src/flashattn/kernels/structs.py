@@ -63,6 +63,7 @@ class Spec(NamedTuple):
     softcap: bool = False
     alibi: bool = False
     sinks: bool = False  # False in a backward, where lse says it all
+    scores_move: bool = False  # q or k has a tangent
 
 
 class Tile(NamedTuple):

@@ -66,6 +66,12 @@ def scale_log2(problem: Problem) -> float:
     return 1.0 if scale < SMALLEST_SCALE else scale * LOG2_E
 
 
+def tangent_scale(problem: Problem) -> float:
+    """The factor of tangents of products, signed; of those with an operand that `scale_log2` went into already, where it does."""
+    prescaled = problem.dtype == "float32" and not problem.softcap and not problem.alibi
+    return problem.softmax_scale / scale_log2(problem) if prescaled else problem.softmax_scale
+
+
 def extras_of(problem: Problem, slopes, sinks=None) -> Extras:
     """slopes and sinks are float32 and contiguous, or None."""
     inner = cap_log2 = stride = None

@@ -13,6 +13,7 @@ import torch
 from ..dispatch.table import padded_head_dim, portable_rows
 from ..kernels.portable.backward import attn_bwd_delta, attn_bwd_dkdv, attn_bwd_dq
 from ..kernels.portable.forward import attn_fwd
+from ..kernels.portable.tangent import attn_jvp
 from ..kernels.structs import Seqlens, Tile, View
 from ..problem import Problem
 from .cache import run
@@ -26,6 +27,7 @@ from .common import (
     scale_log2,
     sinks_gradient,
     spec_of,
+    tangent_scale,
     totals,
     view_of,
     walk_order,
@@ -72,6 +74,21 @@ def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu
     return attn_fwd, grid, args, _options(config)
 
 
+def tangent_launch(
+    problem: Problem, config, q, k, v, tq, tk, tv, out, tout, lse, tlse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None, tsinks=None
+):  # fmt: skip
+    """tq, tk, tv and tsinks may be None."""
+    grid, sizes = _sizes(problem, config.block_m, over_keys=False)
+    views = [None if tensor is None else view_of(tensor) for tensor in (q, k, v, tq, tk, tv, out, tout)]
+    spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True)._replace(scores_move=tq is not None or tk is not None)
+    tile = _tile(problem, config, *[view for view in views if view is not None])
+    args = (
+        *views, lse, tlse, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, sinks), tsinks, *sizes,
+        tangent_scale(problem), scale_log2(problem), spec, tile,
+    )  # fmt: skip
+    return attn_jvp, grid, args, _options(config)
+
+
 def delta_launch(problem: Problem, config, out, dout, dlse, delta):
     total, batch = totals(problem)[0], 1 if problem.varlen else problem.batch
     views = view_of(out), view_of(dout)
@@ -116,6 +133,18 @@ def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slo
         tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks)
         run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), token)
     return out, lse
+
+
+def tangent(problem: Problem, q, k, v, tq, tk, tv, tsinks, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None):
+    """(out, lse, tout, tlse): the forward and its derivative along tangents of q, k, v and sinks, of which some may be None. tsinks: of
+    each batch entry, float32 [batch, heads_q], or [1, heads_q] of a packed call."""
+    qkv, tangents = ([None if x is None else contiguous_rows(x) for x in some] for some in ((q, k, v), (tq, tk, tv)))
+    tsinks = None if tsinks is None else tsinks.contiguous()
+    (out, lse), (tout, tlse) = results(problem, qkv[0]), results(problem, qkv[0])
+    with on_device(q):
+        tensors = (*qkv, *tangents, out, tout, lse, tlse, cu_seqlens_q, cu_seqlens_k, slopes, sinks, tsinks)
+        run("tangent", problem, tensors, lambda: tangent_launch(problem, _rows_of(problem)["tangent"], *tensors))
+    return out, lse, tout, tlse
 
 
 def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None):

@@ -115,13 +115,14 @@ def attention(
     lengths: Iterable[tuple[int, int]] | None = None,
     blocks: tuple[Sequence[Sequence[bool]], int, int] | None = None,
 ) -> Work:
-    """Fused attention: one pass, `direction` "forward" or "backward", of the call that `problem` describes.
+    """Fused attention: one pass, `direction` "forward", "backward" or "tangent", of the call that `problem` describes.
 
     With D = head_dim, Dv = head_dim_v and the kept pairs of all query heads and batch entries:
     forward 2 pairs (D + Dv), the products Q K^T and P V: 4 B H Sq Sk D without a mask and with D = Dv;
     backward 2 pairs (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS K, dS^T Q: 2.5 times the forward when D = Dv.
-    Bytes: forward q, k, v in, out and the fp32 lse out; backward q, k, v, out, dout and lse in, dq, dk, dv out. Keys and values that
-    no query sees count as well; grouped heads share theirs.
+    tangent (the forward and its derivative along tangents of q, k and v) 6 pairs (D + Dv): three times the forward.
+    Bytes: forward q, k, v in, out and the fp32 lse out; backward q, k, v, out, dout and lse in, dq, dk, dv out; tangent those of the
+    forward twice. Keys and values that no query sees count as well; grouped heads share theirs.
 
     lengths: of the sequences of a packed call, (queries, keys) each. Without them a packed call gets an upper bound of FLOPs, as if each
     sequence had the maximal lengths. blocks: (keep, block_q, block_k) of `block_pairs`, the same for every head of a dense call.
@@ -129,8 +130,8 @@ def attention(
 
     Source: Dao et al. 2022, algorithms 1 and 4; Dao 2023 (FlashAttention-2), section 4.1, for counting 4 and 10 FLOPs a pair and dim.
     """
-    if direction not in PASSES:
-        raise ValueError(f"direction={direction!r}: expected one of {', '.join(PASSES)}")
+    if direction not in (*PASSES, "tangent"):
+        raise ValueError(f"direction={direction!r}: expected one of {', '.join(PASSES)}, tangent")
     if lengths is not None and not problem.varlen:
         raise ValueError("lengths of a dense call: expected a problem with varlen=True, or none")
     if blocks is not None and problem.varlen:
@@ -148,8 +149,9 @@ def attention(
     rows_k = p.total_k if p.varlen else p.batch * p.seqlen_k
     once = p.itemsize * (p.head_dim + p.head_dim_v) * (rows_q * p.heads_q + rows_k * p.heads_kv)  # q, k, v and out
     lse = 4 * rows_q * p.heads_q
-    if direction == "forward":
-        return Work(2 * pairs * (p.head_dim + p.head_dim_v), once + lse)
+    if direction != "backward":
+        times = 3 if direction == "tangent" else 1
+        return Work(times * 2 * pairs * (p.head_dim + p.head_dim_v), (2 if direction == "tangent" else 1) * (once + lse))
     return Work(2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v), 2 * once + lse)  # dout, dq, dk, dv are as large as out, q, k, v
 
 

@@ -1,10 +1,23 @@
-"""The derivative of `flashattn::attn_fwd`: one autograd.Function, which the operator itself runs, and another that refuses a second one.
+"""The derivatives of `flashattn::attn_fwd`: an autograd.Function an operator, which are each other's derivatives.
+
+With F(x) = (out, lse) of x = (q, k, v, sinks), tangents t of x and u = (dout, dlse):
+
+    Attention            F(x)                       reverse: AttentionBackward; forwards: AttentionTangent
+    AttentionBackward    H(x, u) = d/dx (u . F)     reverse: in u AttentionTangent, in x AttentionSecond;
+                                                    forwards: AttentionBackward of the tangent of u, and AttentionSecond
+    AttentionTangent     F(x) and F'(x) t           reverse: AttentionBackward and, in x, AttentionSecond; forwards: refused
+    AttentionSecond      d/dx (u . F'(x) t)         both refused: a third derivative
+
+for the derivative of H along t is the Hessian of u . F times t, and so is the gradient of u . F'(x) t in x. Slopes have no derivative and
+say so.
 
 Saved for backward: q, k, lse, slopes and sinks, and v and out unless dV is the only gradient (dV = p^T dO needs neither). Nothing is
-saved, computed or allocated for a gradient that nobody asked for. A second derivative and a forward-mode one are not implemented and say
-so, as does one of slopes.
+saved, computed or allocated for a derivative that nobody asked for.
 
-The surprising fact: forward-mode AD asks a Function only when it is applied. A kernel called without it drops tangents in silence.
+The surprising fact: forward-mode AD asks a Function only after it has run, so its kernel would run for nothing. `_pushforward` takes the
+tangents first and asks for out and its tangent at once; only where a transform hides them is `Attention.jvp` asked.
+
+Over 300 lines because the four are derivatives of each other.
 """
 
 import inspect
@@ -25,15 +38,38 @@ def _differentiable(function, *args):
     """The Function where somebody wants a derivative, else the kernel."""
     sharding.ready()
     tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-    wanted = (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or (
-        forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
-    )
-    if wanted and torch._C._are_functorch_transforms_active():  # too deep in a transform for a Function: see _run
+    moving = forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors)
+    wanted = moving or (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
+    # too deep in a transform for a Function (see _run); and a compiler drops tangents in silence
+    if wanted and (torch._C._are_functorch_transforms_active() or (moving and torch.compiler.is_compiling())):
         raise NotImplementedError(
-            "torch.compile of torch.func's grad, vjp or jvp of attention is not implemented: "
-            "use torch.autograd.grad or backward() there, or compile inside of the transform"
+            "torch.compile of torch.func's grad, vjp or jvp, or of dual numbers, of attention is not implemented in one graph: "
+            "use torch.autograd.grad or backward() there, compile inside of the transform, or let the graph break (fullgraph=False)"
         )
+    if moving and function is Attention:
+        return _pushforward(*args)
     return function.apply(*args) if wanted else function.forward(*args)
+
+
+def _pushforward(*args):
+    """(out, lse) with their tangents, where some of the inputs have one."""
+    primals, tangents = zip(*[(None, None) if x is None else forward_ad.unpack_dual(x) for x in args[:_INPUTS]], strict=True)
+    if all(x is None for x in tangents):
+        return Attention.apply(*args)
+    out, lse, tout, tlse = _with_tangents(*primals, *args[_INPUTS:], tangents=tangents)
+    return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse)
+
+
+def _with_tangents(q, k, v, slopes, sinks, *rest, tangents):
+    tq, tk, tv, tslopes, tsinks = tangents
+    if tslopes is not None:
+        raise NotImplementedError(NO_SLOPES_GRADIENT)
+    return attn_jvp(q, k, v, tq, tk, tv, _of_entries(tsinks, q), slopes, sinks, *rest)
+
+
+def _of_entries(tsinks, q):
+    """[heads] -> of each batch entry, as operators take a tangent of sinks."""
+    return None if tsinks is None else tsinks.expand(q.shape[0] if q.dim() == 4 else 1, -1)
 
 
 def _run(function, operator, *args):
@@ -44,7 +80,11 @@ def _run(function, operator, *args):
     if torch.compiler.is_compiling():
         sharding.ready()
         return operator(*args)
-    return function.apply(*args) if torch._C._are_functorch_transforms_active() else _differentiable(function, *args)
+    if not torch._C._are_functorch_transforms_active():
+        return _differentiable(function, *args)
+    if function is Attention and torch._C._functorch.peek_interpreter_stack().key() == torch._C._functorch.TransformType.Jvp:
+        return _pushforward(*args)
+    return function.apply(*args)
 
 
 def attn_fwd(*args):
@@ -58,11 +98,33 @@ def attn_bwd(*args):
     return _run(AttentionBackward, torch.ops.flashattn.attn_bwd, *args)
 
 
-def _no_tangents(*_):
-    raise NotImplementedError(
-        "the forward-mode derivative of flashattn's attention is not implemented (forward_ad, torch.func.jvp, jacfwd, hessian): "
-        "use backward(), torch.autograd.grad, torch.func.grad, vjp or jacrev, once"
-    )
+def attn_jvp(*args):
+    return _run(AttentionTangent, torch.ops.flashattn.attn_jvp, *args)
+
+
+def attn_second(*args):
+    return _run(AttentionSecond, torch.ops.flashattn.attn_second, *args)
+
+
+def _refused(what):
+    def refuse(*_):
+        raise NotImplementedError(
+            f"{what} of flashattn's attention is not implemented: derivatives go to the second, of which one may be forward-mode; "
+            "detach() what needs no further one"
+        )
+
+    return staticmethod(refuse)
+
+
+def _sum(*terms):
+    """Of those that are there."""
+    there = [x for x in terms if x is not None]
+    return sum(there[1:], start=there[0]) if there else None
+
+
+def _wanted(found, needs):
+    """None for what was not asked for, in the place of an operator's empty tensors."""
+    return [x if need else None for x, need in zip(found, needs, strict=True)]
 
 
 def _fold(info, in_dims, tensors, cu_seqlens_q):
@@ -81,6 +143,17 @@ def _fold(info, in_dims, tensors, cu_seqlens_q):
     return [None if x is None else x.flatten(0, 1) for x in mapped], sizes
 
 
+def _unfold(gradients, sizes, needs):
+    """Gradients of a folded batch, sample by sample, and their mapped dimensions."""
+    apart = (x.unflatten(0, sizes) if need else x for x, need in zip(gradients, needs, strict=True))
+    return tuple(apart), tuple(0 if need else None for need in needs)
+
+
+def _primals(ctx):
+    """What was saved for the forward mode, without tangents."""
+    return [None if x is None else forward_ad.unpack_dual(x).primal for x in ctx.saved_tensors]
+
+
 def _fold_extras(slopes, sinks, in_dims, sizes):
     """The slopes of a folded batch, which may be those of each sample; sinks are of all entries."""
     if sinks is not None and in_dims[1] is not None:
@@ -92,10 +165,75 @@ def _fold_extras(slopes, sinks, in_dims, sizes):
     return mapped.expand(*sizes, -1).flatten(0, 1)
 
 
-class AttentionBackward(torch.autograd.Function):
-    """The gradients; differentiating them again is refused."""
+class AttentionSecond(torch.autograd.Function):
+    """The derivative of the gradients along tangents. Linear in the tangents, in dout and dlse; all the same nobody differentiates it."""
 
-    jvp = staticmethod(_no_tangents)
+    jvp = _refused("a third derivative")
+    backward = _refused("a third derivative")
+
+    @staticmethod
+    def forward(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.flashattn.attn_second(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
+
+    @staticmethod
+    def vmap(info, in_dims, *args, call=attn_second):
+        tensors, head_dim_v, (slopes, sinks, *rest), needs = args[:9], args[9], args[10:], args[-4:]
+        folded, sizes = _fold(info, in_dims, tensors, rest[1])
+        return _unfold(call(*folded, head_dim_v, _fold_extras(slopes, sinks, in_dims[10:12], sizes), sinks, *rest), sizes, needs)
+
+
+class AttentionTangent(torch.autograd.Function):
+    """(out, lse, tout, tlse) of q, k, v, tq, tk, tv, tsinks, alibi_slopes, sinks and the options of the operator."""
+
+    jvp = _refused("a forward-mode derivative of a forward-mode derivative")
+
+    @staticmethod
+    def forward(*args):
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.flashattn.attn_jvp(*args)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        *tensors, softcap, cu_seqlens_q, cu_seqlens_k = inputs[:12]
+        if ctx.needs_input_grad[7]:
+            raise NotImplementedError(NO_SLOPES_GRADIENT)
+        ctx.save_for_backward(*tensors, cu_seqlens_q, cu_seqlens_k, *output[:2])
+        ctx.softcap, ctx.options, ctx.head_dim_v = softcap, inputs[12:], output[0].shape[-1]
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx, dout, dlse, dtout, dtlse):
+        q, k, v, *tangents, slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
+        rest = ctx.head_dim_v, slopes, sinks, ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options
+        asked = ctx.needs_input_grad
+        needs, needs_of_tangents = (*asked[:3], asked[8]), asked[3:7]
+        first = second = of_tangents = [None] * 4
+        if any(needs) and (dout is not None or dlse is not None):
+            first = _wanted(attn_bwd(dout, dlse, q, k, v, out, lse, *rest, *needs), needs)
+        if dtout is not None or dtlse is not None:
+            if any(needs):
+                second = _wanted(attn_second(dtout, dtlse, q, k, v, *tangents, *rest, *needs), needs)
+            if any(needs_of_tangents):
+                found = attn_bwd(dtout, dtlse, q, k, v, out, lse, *rest, *needs_of_tangents)
+                of_tangents = _wanted(found, needs_of_tangents)
+        *gradients, dsinks = map(_sum, first, second)
+        return (*gradients, *of_tangents, None, None if dsinks is None else dsinks.sum(0), *[None] * _OPTIONS)
+
+    @staticmethod
+    def vmap(info, in_dims, *args, call=attn_jvp):
+        slopes, sinks, softcap, *rest = args[7:]
+        folded, sizes = _fold(info, in_dims, args[:7], rest[0])
+        slopes = _fold_extras(slopes, sinks, in_dims[7:9], sizes)
+        return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, softcap, *rest)), (0,) * 4
+
+
+class AttentionBackward(torch.autograd.Function):
+    """The gradients, of which dsinks is that of each batch entry. out and lse are no inputs of their own: they follow from the others."""
 
     @staticmethod
     def forward(*args):
@@ -105,27 +243,58 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        pass
+        tensors, (head_dim_v, slopes, sinks, softcap, cu_seqlens_q, cu_seqlens_k, *options) = inputs[:7], inputs[7:]
+        others = slopes, sinks, cu_seqlens_q, cu_seqlens_k
+        ctx.save_for_backward(*tensors[:5], *others)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*tensors, *others)
+        *ctx.options, _, _, _, _ = options
+        ctx.needs, ctx.softcap, ctx.head_dim_v = tuple(options[-4:]), softcap, head_dim_v
+        ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx, *gradients):
-        raise NotImplementedError("the derivative of flashattn's backward is not implemented: differentiate once")
+    def backward(ctx, *tangents):
+        dout, dlse, q, k, v, slopes, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        tangents = _wanted(tangents, ctx.needs)
+        asked = ctx.needs_input_grad
+        needs = *asked[2:5], asked[9]
+        rest = slopes, sinks, ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options
+        tout = tlse = None
+        hessian = [None] * 4
+        if any(x is not None for x in tangents):
+            if asked[0] or asked[1]:  # without v there is but dv, of which v is no part
+                _, _, tout, tlse = attn_jvp(q, k, tangents[2] if v is None else v, *tangents, *rest)
+            if any(needs):
+                hessian = _wanted(attn_second(dout, dlse, q, k, v, *tangents, ctx.head_dim_v, *rest, *needs), needs)
+        *gradients, dsinks = hessian
+        tout, tlse = tout if asked[0] else None, tlse if asked[1] else None
+        return (tout, tlse, *gradients, None, None, None, None, None if dsinks is None else dsinks.sum(0), *[None] * (_OPTIONS + 4))
+
+    @staticmethod
+    def jvp(ctx, tdout, tdlse, tq, tk, tv, tout, tlse, head_dim_v, tslopes, tsinks, *_):
+        dout, dlse, q, k, v, out, lse, slopes, sinks, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
+        if tslopes is not None:
+            raise NotImplementedError(NO_SLOPES_GRADIENT)
+        tangents = tq, tk, tv, _of_entries(tsinks, q)
+        rest = ctx.head_dim_v, slopes, sinks, ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs
+        terms = []
+        if tdout is not None or tdlse is not None:
+            terms.append(attn_bwd(tdout, tdlse, q, k, v, out, lse, *rest))
+        if any(x is not None for x in tangents):
+            terms.append(attn_second(dout, dlse, q, k, v, *tangents, *rest))
+        return tuple(map(_sum, *terms))
 
     @staticmethod
     def vmap(info, in_dims, *args, call=attn_bwd):
         tensors, head_dim_v, (slopes, sinks, softcap, *rest), needs = args[:7], args[7], args[8:], args[-4:]
         folded, sizes = _fold(info, in_dims, tensors, rest[0])
         slopes = _fold_extras(slopes, sinks, in_dims[8:10], sizes)
-        found = call(*folded, head_dim_v, slopes, sinks, softcap, *rest)
-        gradients = (x.unflatten(0, sizes) if need else x for x, need in zip(found, needs, strict=True))
-        return tuple(gradients), tuple(0 if need else None for need in needs)
+        return _unfold(call(*folded, head_dim_v, slopes, sinks, softcap, *rest), sizes, needs)
 
 
 class Attention(torch.autograd.Function):
     """(out, lse) of q, k, v, alibi_slopes, sinks and the options of the operator. `setup_context` is apart from `forward`, as torch.func
     wants it."""
-
-    jvp = staticmethod(_no_tangents)
 
     @staticmethod
     def forward(*args):
@@ -144,6 +313,8 @@ class Attention(torch.autograd.Function):
         needs_dp = ctx.needs[0] or ctx.needs[1] or needs_dsinks
         v, out = (v, out) if needs_dp else (None, None)
         ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        if forward_ad._current_level >= 0:
+            ctx.save_for_forward(*inputs[:_INPUTS], cu_seqlens_q, cu_seqlens_k)
         ctx.softcap = softcap
         ctx.options = options
         ctx.head_dim_v = output[0].shape[-1]
@@ -156,9 +327,14 @@ class Attention(torch.autograd.Function):
         if dout is not None or dlse is not None:
             extras = slopes, sinks, ctx.softcap
             args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs)
-            found = attn_bwd(*args)
-            dq, dk, dv, dsinks = (gradient if needed else None for gradient, needed in zip(found, ctx.needs, strict=True))
+            dq, dk, dv, dsinks = _wanted(attn_bwd(*args), ctx.needs)
         return (dq, dk, dv, None, None if dsinks is None else dsinks.sum(0), *[None] * _OPTIONS)
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        *inputs, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
+        found = _with_tangents(*inputs, ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options, tangents=tangents[:_INPUTS])
+        return found[2:]
 
     @staticmethod
     def vmap(info, in_dims, q, k, v, slopes, sinks, softcap, *rest, call=attn_fwd):
@@ -167,7 +343,12 @@ class Attention(torch.autograd.Function):
         return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, softcap, *rest)), (0, 0)
 
 
-for _function, _operator in ((Attention, torch.ops.flashattn.attn_fwd), (AttentionBackward, torch.ops.flashattn.attn_bwd)):
+for _function, _operator in (
+    (Attention, torch.ops.flashattn.attn_fwd),
+    (AttentionBackward, torch.ops.flashattn.attn_bwd),
+    (AttentionTangent, torch.ops.flashattn.attn_jvp),
+    (AttentionSecond, torch.ops.flashattn.attn_second),
+):
     _function.forward.__signature__ = inspect.signature(_function.forward)  # torch asks at every call, and to find out takes 10 us
     LIBRARY.impl(_operator._qualified_op_name, partial(_differentiable, _function), "Autograd")
     torch.library.register_vmap(_operator._qualified_op_name, partial(_function.vmap, call=_operator), lib=LIBRARY)  # in a compiled graph

@@ -1,9 +1,11 @@
-"""The operators `flashattn::attn_fwd` and `flashattn::attn_bwd`: schemas, implementation, fake kernels.
+"""The operators `flashattn::attn_fwd` and `attn_bwd`, `attn_jvp` (the forward with its derivative along tangents) and `attn_second` (the
+derivative of the backward along tangents): schemas, implementation, fake kernels.
 
 An operator takes tensors in [batch, rows, heads, dim] order, or packed [rows, heads, dim] with cumulative lengths, and plain numbers.
 Implementations are chosen at run time, behind the schema, so torch.compile sees two opaque calls. The surprising fact: an operator
 can't return "no tensor", so a gradient that was not asked for comes back as an empty one-dimensional tensor. That of sinks, which all
-batch entries share, is given for each of them, [batch, heads] (packed: [1, heads]), so that vmap can fold samples into a batch.
+batch entries share, is given for each of them, [batch, heads] (packed: [1, heads]), so that vmap can fold samples into a batch; and so is
+what comes as a tangent of sinks.
 """
 
 import torch
@@ -20,6 +22,16 @@ _OPTIONS = (
 LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(
     f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {_OPTIONS}, "
+    "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+_TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tsinks"
+LIBRARY.define(
+    f"attn_jvp(Tensor q, Tensor k, Tensor v, {_TANGENTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+LIBRARY.define(
+    f"attn_second(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, {_TANGENTS}, int head_dim_v, {_OPTIONS}, "
     "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -49,10 +61,36 @@ def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, sof
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
+def jvp(q, k, v, tq, tk, tv, tsinks, alibi_slopes, sinks, softcap, *rest):
+    """(out, lse, tout, tlse). tq, tk, tv: shaped like q, k, v. tsinks: [batch, heads_q], or [1, heads_q] of a packed call."""
+    *options, impl = rest
+    problem = describe(q, k, v.shape[-1], *options, aligned(q, k, v), (alibi_slopes, sinks, softcap))
+    run = launcher(select(problem, "tangent", impl).launch).tangent
+    return run(problem, q, k, v, tq, tk, tv, tsinks, *options[:2], *_contiguous(alibi_slopes, sinks))
+
+
+def second(dout, dlse, q, k, v, tq, tk, tv, tsinks, head_dim_v, alibi_slopes, sinks, softcap, *rest):
+    *options, impl, need_dq, need_dk, need_dv, need_dsinks = rest
+    problem = describe(q, k, head_dim_v, *options, False, (alibi_slopes, sinks, softcap))
+    run = launcher(select(problem, "second", impl).launch).second
+    needs = need_dq, need_dk, need_dv, need_dsinks
+    found = run(problem, needs, dout, dlse, q, k, v, tq, tk, tv, tsinks, *options[:2], *_contiguous(alibi_slopes, sinks))
+    return tuple(q.new_empty(0) if gradient is None else gradient for gradient in found)
+
+
 def _fake_fwd(q, k, v, alibi_slopes, sinks, softcap, cu_seqlens_q, *rest):
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float32)
+
+
+def _fake_jvp(q, k, v, tq, tk, tv, tsinks, *rest):
+    return *_fake_fwd(q, k, v, *rest), *_fake_fwd(q, k, v, *rest)
+
+
+def _fake_second(dout, dlse, q, k, v, tq, tk, tv, tsinks, head_dim_v, *rest):
+    lse = q.new_empty(0, dtype=torch.float32)
+    return _fake_bwd(dout, dlse, q, k, v, None, lse, head_dim_v, *rest)
 
 
 def _fake_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
@@ -65,7 +103,11 @@ def _fake_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
     )
 
 
-LIBRARY.impl("attn_fwd", forward, "CompositeExplicitAutograd")
-LIBRARY.impl("attn_bwd", backward, "CompositeExplicitAutograd")
-torch.library.register_fake("flashattn::attn_fwd", _fake_fwd, lib=LIBRARY)
-torch.library.register_fake("flashattn::attn_bwd", _fake_bwd, lib=LIBRARY)
+for _name, _real, _fake in (
+    ("attn_fwd", forward, _fake_fwd),
+    ("attn_bwd", backward, _fake_bwd),
+    ("attn_jvp", jvp, _fake_jvp),
+    ("attn_second", second, _fake_second),
+):
+    LIBRARY.impl(_name, _real, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"flashattn::{_name}", _fake, lib=LIBRARY)

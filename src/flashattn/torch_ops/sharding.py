@@ -14,12 +14,18 @@ import torch
 
 HEADS, BATCH = "heads", "batch"
 PLACES = {  # dimension of heads and of batch entries in a dense call, and of heads in a packed one; None: not in it
-    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv"), ((2, 0), 1)),
-    **dict.fromkeys(("lse", "dlse"), ((1, 0), 0)),
+    **dict.fromkeys(("q", "k", "v", "out", "dout", "dq", "dk", "dv", "tq", "tk", "tv", "tout"), ((2, 0), 1)),
+    **dict.fromkeys(("lse", "dlse", "tlse"), ((1, 0), 0)),
     "sinks": ((0, None), 0),
-    "dsinks": ((1, 0), 1),
+    **dict.fromkeys(("dsinks", "tsinks"), ((1, 0), 1)),
 }
-RESULTS = {"flashattn::attn_fwd": ("out", "lse"), "flashattn::attn_bwd": ("dq", "dk", "dv", "dsinks")}
+GRADIENTS = ("dq", "dk", "dv", "dsinks")
+RESULTS = {
+    "flashattn::attn_fwd": ("out", "lse"),
+    "flashattn::attn_bwd": GRADIENTS,
+    "flashattn::attn_jvp": ("out", "lse", "tout", "tlse"),
+    "flashattn::attn_second": GRADIENTS,
+}
 _told: set[str] = set()
 
 
@@ -55,7 +61,7 @@ def _rule(operator):
 
         def placements(by: str | None) -> tuple[list, list]:
             def place(name: str, spec=None):
-                needless = name in RESULTS["flashattn::attn_bwd"] and not given[f"need_{name}"]  # an empty tensor stands for it
+                needless = name in GRADIENTS and not given[f"need_{name}"]  # an empty tensor stands for it
                 dim = None if by is None or needless else _dimension(name, spec, packed, by)
                 return Replicate() if dim is None else Shard(dim)
 
@@ -74,7 +80,8 @@ def ready() -> None:
         from torch.distributed.tensor.experimental import register_sharding
 
         _told.add("told")
-        for operator in (torch.ops.flashattn.attn_fwd.default, torch.ops.flashattn.attn_bwd.default):
+        for name in RESULTS:
+            operator = getattr(torch.ops.flashattn, name.removeprefix("flashattn::")).default
             register_sharding(operator)(_rule(operator))
 
 

@@ -100,6 +100,12 @@ def score_weight(p, t, SPEC: tl.constexpr):
 
 
 @triton.jit
+def score_tangent(weight, tqk, scale):
+    """p times the tangent of a score, from that of its product, tqk: the same derivative, forwards."""
+    return weight * (tqk * scale)
+
+
+@triton.jit
 def score_gradient(weight, dp, delta):
     """d loss / d (scaled product). The caller multiplies the finished dQ and dK by the signed scale."""
     return weight * (dp - delta)

@@ -18,6 +18,12 @@ def forward_metadata(grid, kernel, args):
     return _metadata(args, "attn_fwd", 1, 1)
 
 
+def tangent_metadata(grid, kernel, args):
+    """Beside the forward's two: a product for each tangent of q, k and v, and P ts times v where scores have tangents."""
+    tq, tk, tv = (args[name] is not None for name in ("tq", "tk", "tv"))
+    return _metadata(args, "attn_jvp", 1 + tq + tk, 1 + (tq or tk) + tv)
+
+
 def delta_metadata(grid, kernel, args):
     shape = f"b{args['batch']}_q{args['total_q']}_h{args['heads_q']}_d{args['TILE'].head_dim_v}"
     return {"name": f"attn_bwd_delta[{shape}]"} | total_bytes(_tensors(args))
