@@ -38,9 +38,16 @@ EXTRAS = {
     "sinks": {"window_left": 127, "window_right": 0, "sinks": True},
     "all-packed": {**VARIANTS["packed-window"], "softcap": 50.0, "alibi": True, "sinks": True},
 }
-VARIANTS |= EXTRAS
+OF_BACKWARD = {  # where it has rows of its own
+    "masked": {"window_right": 0, "seqlen_k": 2045, "seqlen_q": 2045},
+    "large-group": {"window_right": 0, "heads_q": 16, "heads_kv": 2},
+}
+VARIANTS |= {"short": {"seqlen_q": 256}, **EXTRAS, **OF_BACKWARD}
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants; these take the hardest
-EXTRA_DIMS = {"softcap": [(128, 128)], "alibi": [(128, 128), (256, 256)], "sinks": [(64, 64)], "all-packed": DIMS}
+EXTRA_DIMS = {
+    "short": [(64, 64)], "masked": [], "large-group": [],
+    "softcap": [(128, 128)], "alibi": [(128, 128), (256, 256)], "sinks": [(64, 64)], "all-packed": DIMS,
+}  # fmt: skip
 OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (192, 192), (256, 64), (64, 256)]
 
 

@@ -14,7 +14,7 @@ from aot import Job
 from flashattn.dispatch.configs import hopper
 from flashattn.dispatch.table import hopper_backward_row
 from test_compile import CHOSEN_UNDER, TRITON
-from test_compile_hopper import EXTRA_DIMS, EXTRAS, VARIANTS, problem_of
+from test_compile_hopper import EXTRA_DIMS, EXTRAS, OF_BACKWARD, VARIANTS, problem_of
 
 pytestmark = pytest.mark.compile_only
 OURS = set(range(6, 16))  # hardware barriers of kernels/hopper/gradient.py
@@ -22,7 +22,7 @@ MOST_SPILLS, NEWER_SPILLS = 288, 544  # bytes of a thread, under the Triton that
 DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants; these take the hardest
 OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (64, 128), (136, 72), (192, 192), (256, 64), (64, 256)]
 NEEDS = {64: ("q", "k", "v", "qk", "qv", "kv"), 128: ("q", "kv"), 256: ("q", "v", "qk", "kv"), 192: ("kv",)}
-SAME = ("few", "long", "half", "ragged-negative", "sinks")  # variants that differ in the forward, or by an instruction
+SAME = ("few", "long", "short", "half", "ragged-negative", "sinks")  # variants that differ in the forward, or by an instruction
 EXTRA_SPILLS = 1280  # with a tanh and distances of 64 x 128, which a row has no registers for; one of the two takes 128 to 444
 
 
@@ -43,6 +43,7 @@ def jobs() -> list[Job]:
     wanted = [(*dims, variant, "qkv", False) for dims in DIMS for variant in VARIANTS if variant not in SAME and runs(*dims, variant)]
     wanted += [(*dims, "causal-ragged", needs, False) for dims in DIMS for needs in NEEDS[dims[0]]]
     wanted += [(*dims, variant, "qkv", True) for dims in DIMS for variant in ("plain", "causal", "packed-window")]
+    wanted += [(*dims, variant, "qkv", False) for dims in DIMS[:2] for variant in OF_BACKWARD]
     wanted += [(*dims, variant, "qkv", False) for dims in OTHERS for variant in ("causal-ragged", "packed-window")]
     return [Job("test_compile_hopper_backward.build", args, 90) for args in wanted]
 

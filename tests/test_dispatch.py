@@ -101,7 +101,9 @@ def test_every_head_dim_has_a_tile_for_hopper():
         lengths = {"seqlen_q": 4096, "seqlen_k": 4096}
         packed = {"varlen": True, "total_q": 1 << 20, "total_k": 256}
         window = {"window_left": 100, "window_right": 0}
-        for change in ({}, {"window_right": 0}, {"window_right": 0, **lengths}, window, packed, packed | {"total_q": 256}):
+        causal, alone = {"window_right": 0}, {"heads_kv": 4}
+        masked = lengths | causal | alone | {"seqlen_k": 4090}
+        for change in (lengths, causal, causal | alone, masked, lengths | window, packed, packed | {"total_q": 256}):
             problem = replace(PROBLEM, batch=64, head_dim=head_dim, head_dim_v=head_dim_v, aligned=True, **change)
             assert ROWS["hopper"].reasons(problem, "forward") == []
             row = ROWS["hopper"].rows(problem)["forward"]
@@ -110,6 +112,27 @@ def test_every_head_dim_has_a_tile_for_hopper():
             assert ROWS["hopper"].reasons(problem, "backward") == ([] if head_dim % 8 == 0 else [ANY])
             taken.add(ROWS["hopper"].rows(problem)["backward"])
     assert taken == set(hopper.ROWS.values())
+
+
+def test_short_calls_take_tiles_without_empty_thirds():
+    plain = replace(PROBLEM, aligned=True, batch=64)
+    for rows, consumers in {64: 2, 128: 2, 192: 3, 197: 2, 256: 2, 257: 3, 512: 3, 640: 3, 4096: 3}.items():
+        assert ROWS["hopper"].rows(replace(plain, seqlen_q=rows))["forward"].consumers == consumers
+
+
+def test_rows_of_the_backward_by_mask_and_group():
+    def row(**change):
+        return ROWS["hopper"].rows(replace(PROBLEM, **{"aligned": True, "window_right": 0, **change}))["backward"]
+
+    alone = {"heads_kv": 4}
+    assert row(**alone) is hopper.ROWS["backward", 64, "diagonal"]  # 256 keys, 128 queries: a corner
+    for change in ({"seqlen_k": 250}, {"seqlen_q": 120}, {"window_right": 5}):
+        assert row(**alone | change) is hopper.ROWS["backward", 64, "masked"]
+    assert row(**alone, top_left=True, seqlen_q=120) is hopper.ROWS["backward", 64, "diagonal"]
+    assert row() is hopper.ROWS["backward", 64, "grouped"]
+    assert row(head_dim=128) is hopper.ROWS["backward", 128, "grouped"]
+    assert row(window_left=50) is hopper.ROWS["backward", 64, "window"]
+    assert not any(row(**change, softcap=9.0).ahead for change in (alone, {}))
 
 
 def test_tiles_that_all_start_at_once_are_not_drawn():

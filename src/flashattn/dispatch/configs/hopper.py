@@ -48,9 +48,9 @@ class HopperBackwardConfig(NamedTuple):
 
     delayed: dQ of a block is made one step later, and the warpgroups need not wait for each other. init: dP starts from -delta. fours: lse
     and delta are read four at a time. writers: warps of their own send dQ away, as they always do in a deterministic call. mask: where a
-    call has one, 1 masks all blocks, 2 branches to those that need it, 3 masks the first alone. heads: as many at most are walked side by side, as far as what they
-    share fits in L2. A thread spills at most 288 bytes under Triton 3.6.0, and 544 under newer ones (64: 236 to 516); with
-    a softcap or ALiBi 1280.
+    call has one, 1 masks all blocks, 2 branches to those that need it, 3 masks the first alone. heads: as many at most are walked side by
+    side, as far as what they share fits in L2. A thread spills at most 288 bytes under Triton 3.6.0, and 544 under newer ones (64: 236 to
+    516); with a softcap or ALiBi 1280.
     wide: for head dims above 128, a program has 64 keys and its warpgroups share out columns. Then `delayed`, `init` and `writers` say
     nothing, and the stages are of Q; those of dO are `do_stages`. own: a warpgroup multiplies what it made itself, p or ds, from its
     registers.
@@ -115,11 +115,13 @@ ROWS = {
     # pinned these two spill, under Triton 3.9 and 3.6, and so does lead 1, worth 3 % for a window of 1024 keys
     ("forward", 256, "window"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
     ("forward", 256, "packed"): HopperConfig(2, 64, 2, False, False, True, True, 0, 8),
-    # 1.08 / 1.13 / 1.14; writers 1.06 / 1.11 / 1.12. Else with writers 1.07 / 1.11 / 1.12, so fours 1.03 / 1.08 / 1.08
+    # 1.13 / 1.25 / 1.30; writers 1.13 / 1.26 / 1.26, fours 1.10 / 1.23 / 1.27, not ahead 1.07 / 1.11 / 1.14
     ("backward", 64, "open"): HopperBackwardConfig(128, 2, True, True, False, False, 1, 1, ahead=True),
     # 1.17 / 1.29 / 1.30; 64 heads 1.15 / 1.26 / 1.31, mask 2 1.10 / 1.11 / 1.03, not init 1.05 / 1.07 / 1.04
     ("backward", 64, "masked"): HopperBackwardConfig(128, 2, True, True, True, True, 1, 16),
+    # at 512 / 1024 / 4096 / 16 384 1.16 / 1.19 / 1.30 / 1.33; writers 1.15 / 1.18 / 1.29 / 1.34, the row above 1.16 / 1.17 / 1.26 / 1.28
     ("backward", 64, "diagonal"): HopperBackwardConfig(128, 2, True, True, False, False, 3, 16, ahead=True),
+    # in groups of 8 at 2048 / 8192 1.43 / 1.39; not fours the same, no writers 1.41 / 1.36, the row for "masked" 1.36 / 1.21
     ("backward", 64, "grouped"): HopperBackwardConfig(128, 2, True, True, True, True, 2, 16, ahead=True),
     # of 1024 keys 360 TFLOP/s, mask 1 345, not delayed 335
     ("backward", 64, "window"): HopperBackwardConfig(128, 2, True, True, True, True, 2, 16),
@@ -130,6 +132,8 @@ ROWS = {
     # 1.11 / 1.17 / 1.11; no writers the same, mask 1 1.07 / 1.08 / 1.07, so fours 1.10 / 1.13 / 1.10; nor delayed 1.14 / 1.13 / 1.11, where
     # 64 heads in groups of 8 take 4 % longer, and mask 2 gains nothing
     ("backward", 128, "masked"): HopperBackwardConfig(64, 2, True, False, False, True, 2, 16),
+    # 64 heads in groups of 8 at 2048 / 4096 / 8192 / 16 384 1.15 / 1.13 / 1.13 / 1.10, the row above 1.08 / 1.10 / 1.14 / 1.12; in groups of
+    # 16 at 4096 1.10 and 0.98; in groups of 4 at 2048 / 8192 1.21 / 1.18 and 1.25 / 1.21. 64, and windows, gain nothing
     ("backward", 128, "grouped"): HopperBackwardConfig(64, 2, True, False, False, True, 2, 16, down=512),
     # of 1024 keys 418 TFLOP/s, delayed 408, with mask 2 410; the next, packed as above, 521, delayed 518, with mask 2 505
     ("backward", 128, "window"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),

@@ -24,14 +24,12 @@ from .gradient import (
     ONE_AND_WRITER,
     Memory,
     clear_rows,
-    delayed_step,
-    last_dq,
     start_s,
-    step,
 )  # fmt: skip
 from .layouts import ROWS, accumulator, rows_of, shared
 from .profile import backward_metadata
 from .send import send
+from .steps import delayed_step, last_dq, step
 from .visits import SIZES, Grid, find, first_place, next_place
 
 
