@@ -132,8 +132,8 @@ ROWS = {
     # 1.11 / 1.17 / 1.11; no writers the same, mask 1 1.07 / 1.08 / 1.07, so fours 1.10 / 1.13 / 1.10; nor delayed 1.14 / 1.13 / 1.11, where
     # 64 heads in groups of 8 take 4 % longer, and mask 2 gains nothing
     ("backward", 128, "masked"): HopperBackwardConfig(64, 2, True, False, False, True, 2, 16),
-    # 64 heads in groups of 8 at 2048 / 4096 / 8192 / 16 384 1.15 / 1.13 / 1.13 / 1.10, the row above 1.08 / 1.10 / 1.14 / 1.12; in groups of
-    # 16 at 4096 1.10 and 0.98; in groups of 4 at 2048 / 8192 1.21 / 1.18 and 1.25 / 1.21. 64, and windows, gain nothing
+    # 64 heads in groups of 8 at 2048 / 4096 / 8192 / 16 384 1.15 / 1.13 / 1.13 / 1.10, the row above 1.08 / 1.10 / 1.14 / 1.12; groups of
+    # 16 at 4096 1.10 and 0.98; of 4 at 2048 / 8192 1.21 / 1.18 and 1.25 / 1.21. Head dim 64, and windows, gain nothing
     ("backward", 128, "grouped"): HopperBackwardConfig(64, 2, True, False, False, True, 2, 16, down=512),
     # of 1024 keys 418 TFLOP/s, delayed 408, with mask 2 410; the next, packed as above, 521, delayed 518, with mask 2 505
     ("backward", 128, "window"): HopperBackwardConfig(64, 2, False, False, False, True, 1, 16),
