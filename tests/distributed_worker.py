@@ -149,6 +149,28 @@ def sharded_variants(rank):
             torch.testing.assert_close([x.full_tensor() for x in found], list(gradients))
 
 
+def sharded_biases(rank):
+    """A bias goes with the heads or batch entries along which it differs; of what all devices share each gives a part of the gradient."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    mesh = init_device_mesh(DEVICE, (WORLD,))
+    q, k, v = tensors()
+    sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+    for shape in (sizes, (1, *sizes[1:]), (sizes[0], 1, *sizes[2:]), (1, 1, *sizes[2:])):
+        bias = torch.linspace(-1, 1, sizes[2] * sizes[3], device=DEVICE).view(sizes[2:]).expand(shape).clone().requires_grad_()
+        expected = attention(q, k, v, bias=bias, causal=True)
+        gradients = torch.autograd.grad(expected.square().sum(), (q, k, v, bias))
+        for dim, of_bias in ((2, 1), (0, 0)):
+            parts = [distribute_tensor(x.detach(), mesh, [Shard(dim)]).requires_grad_() for x in (q, k, v)]
+            place = Shard(of_bias) if shape[of_bias] != 1 else Replicate()
+            parts.append(distribute_tensor(bias.detach(), mesh, [place]).requires_grad_())
+            out = attention(*parts[:3], bias=parts[3], causal=True)
+            assert out.placements == (Shard(dim),)
+            torch.testing.assert_close(out.full_tensor(), expected)
+            found = torch.autograd.grad(out.square().sum(), parts)
+            torch.testing.assert_close([x.full_tensor() for x in found], list(gradients))
+
+
 def sharded_compiled(rank):
     """The compiler asks for the rule before any call was made."""
     from torch.distributed.tensor import Shard, distribute_tensor

@@ -36,7 +36,7 @@ STRIDES = {
 class Data:
     """Inputs and incoming gradients of one call: dense [batch, rows, heads, dim], or packed [total, heads, dim] with cu_seqlens.
 
-    slopes: of ALiBi, [heads] or [batch, heads]; sinks: [heads].
+    slopes: of ALiBi, [heads] or [batch, heads]; sinks: [heads]; bias: of a dense call, what broadcasts to [batch, heads, rows, keys].
     """
 
     q: Tensor
@@ -48,6 +48,7 @@ class Data:
     cu_k: Tensor | None = None
     slopes: Tensor | None = None
     sinks: Tensor | None = None
+    bias: Tensor | None = None
 
     @property
     def packed(self) -> bool:

@@ -10,8 +10,13 @@ from flashattn.problem import Problem
 
 
 def extras_of(problem: Problem):
-    """(slopes, sinks), None where the problem has none."""
-    return [torch.empty(problem.heads_q, device="meta") if wanted else None for wanted in (problem.alibi, problem.sinks)]
+    """(slopes, sinks, bias), None where the problem has none; the bias contiguous, with size 1 along what shares it, a mask as bytes."""
+    found = [torch.empty(problem.heads_q, device="meta") if wanted else None for wanted in (problem.alibi, problem.sinks)]
+    if not problem.bias:
+        return [*found, None]
+    sizes = zip("bhqk", (problem.batch, problem.heads_q, problem.seqlen_q, problem.seqlen_k), strict=True)
+    dtype = torch.uint8 if problem.bias == "bool" else getattr(torch, problem.bias)
+    return [*found, torch.empty([size if dim in problem.bias_dims else 1 for dim, size in sizes], dtype=dtype, device="meta")]
 
 
 def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = True, moving: str = "qkvs"):
@@ -20,10 +25,11 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     needs: which of dK and dV a pass "dkdv" computes. dlse: is there a gradient of lse? moving: which of q, k, v and
     sinks have tangents in the pass "tangent".
     """
+    from flashattn.launch import bias as launch_bias
     from flashattn.launch import hopper
     from flashattn.launch import portable as launch
 
-    row = hopper_rows(problem)["forward"] if name == "hopper" else portable_rows(problem)[name]
+    row = hopper_rows(problem)["forward"] if name == "hopper" else portable_rows(problem)["forward" if name == "shifts" else name]
     dtype = getattr(torch, problem.dtype)
 
     def tensor(total, rows, heads, dim):
@@ -34,9 +40,9 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     rows = (problem.heads_q, problem.total_q) if problem.varlen else (problem.batch, problem.heads_q, problem.seqlen_q)
     lse = delta = torch.empty(rows, dtype=torch.float32, device="meta")
     cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
-    slopes, sinks = extras_of(problem)
+    slopes, sinks, bias = extras_of(problem)
     if name == "forward":
-        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks)
+        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks, bias)
     elif name == "tangent":
         tangents = [x if side in moving else None for side, x in (("q", q), ("k", k), ("v", v), ("s", sinks))]
         kernel, _, args, options = launch.tangent_launch(
@@ -48,10 +54,17 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     elif name == "delta":
         kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse if dlse else None, delta)
     elif name == "dq":
-        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes)
+        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes, bias)
+    elif name == "shifts":
+        kernel, _, args, options = launch_bias.shifts_launch(problem, row, q, k, lse, lse, slopes, sinks, bias)
+    elif name == "dbias":
+        shared = launch_bias.shared_by(bias)
+        _, splits = launch_bias.splits_of(problem, row, shared)
+        tensors = q, k, v, out, lse, delta, bias if splits == 1 else lse, slopes, bias
+        kernel, _, args, options = launch_bias.dbias_launch(problem, row, splits, shared, *tensors)
     else:
         wanted = (k if "k" in needs and name != "dv" else None, v if "v" in needs and name != "dk" else None)
-        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu, slopes)
+        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu, slopes, bias)
     return kernel, args, options
 
 

@@ -62,18 +62,19 @@ class Results(NamedTuple):
     dk: Tensor | None
     dv: Tensor | None
     dsinks: Tensor | None = None
+    dbias: Tensor | None = None
 
 
-def extras_of(data: Data, sinks: Tensor | None = None) -> dict[str, Tensor]:
-    """The options that are tensors; sinks: a leaf in the place of those in data."""
-    found = {"alibi_slopes": data.slopes, "sinks": data.sinks if sinks is None else sinks}
+def extras_of(data: Data, sinks: Tensor | None = None, bias: Tensor | None = None) -> dict[str, Tensor]:
+    """The options that are tensors; sinks, bias: leaves in the place of those in data."""
+    found = {"alibi_slopes": data.slopes, "sinks": data.sinks if sinks is None else sinks, "bias": data.bias if bias is None else bias}
     return {name: x for name, x in found.items() if x is not None}
 
 
-def run(data: Data, impl: str | None, *, grads="qkvs", lse_grad=True, layout="bshd", **options) -> Results:
-    """attention or attention_varlen, forward and, for the inputs named in `grads` ("s": sinks, if there are any), backward."""
-    *inputs, sinks = leaves = _leaves(data, grads)
-    options = options | extras_of(data, sinks)
+def run(data: Data, impl: str | None, *, grads="qkvsb", lse_grad=True, layout="bshd", **options) -> Results:
+    """attention or attention_varlen, forward and, for the inputs named in `grads` ("s": sinks, "b": a bias, if there are any), backward."""
+    *inputs, sinks, bias = leaves = _leaves(data, grads)
+    options = options | extras_of(data, sinks, bias)
     if data.packed:
         out, lse = attention_varlen(*inputs, data.cu_q, data.cu_k, impl=impl, return_lse=True, **options)
     elif layout == "bhsd":
@@ -85,12 +86,15 @@ def run(data: Data, impl: str | None, *, grads="qkvs", lse_grad=True, layout="bs
 
 
 def _leaves(data: Data, grads: str, dtype: torch.dtype | None = None) -> list[Tensor | None]:
-    """q, k, v in dtype, and sinks, in one no narrower than theirs; the last is None if there are none."""
+    """q, k, v in dtype, and sinks and bias, in one no narrower than theirs; the last are None if there are none."""
     leaves = [getattr(data, name).detach().to(dtype or data.q.dtype).requires_grad_(name in grads) for name in "qkv"]
     sinks = data.sinks
     if sinks is not None:
         sinks = sinks.detach().to(torch.promote_types(sinks.dtype, dtype or sinks.dtype)).requires_grad_("s" in grads)
-    return [*leaves, sinks]
+    bias = data.bias
+    if bias is not None and bias.dtype != torch.bool:  # where nothing is to be widened the strides stay what they are
+        bias = bias.detach().to(torch.promote_types(bias.dtype, dtype or bias.dtype)).requires_grad_("b" in grads)
+    return [*leaves, sinks, bias]
 
 
 def _gradients(out, lse, dout, dlse, inputs) -> list[Tensor | None]:
@@ -122,7 +126,7 @@ class Expected(NamedTuple):
     unseen: Tensor
 
 
-def expect(data: Data, *, grads="qkvs", lse_grad=True, peer_dtype=None, **options) -> Expected:
+def expect(data: Data, *, grads="qkvsb", lse_grad=True, peer_dtype=None, **options) -> Expected:
     """Run the reference on `data`, a few heads at a time, so that score matrices take no more than a few gigabytes."""
     dtype = peer_dtype or data.q.dtype
     oracle = _reference(data, torch.float64, grads, lse_grad, options)
@@ -134,8 +138,8 @@ def expect(data: Data, *, grads="qkvs", lse_grad=True, peer_dtype=None, **option
     return Expected(oracle, peer._replace(lse=lse), magnitude, oracle.lse == -torch.inf if data.sinks is None else empty, unseen)
 
 
-def _attend(data: Data, q, k, v, options, sinks=None):
-    options = options | extras_of(data, sinks)
+def _attend(data: Data, q, k, v, options, sinks=None, bias=None):
+    options = options | extras_of(data, sinks, bias)
     if data.packed:
         return attention_varlen_reference(q, k, v, data.cu_q, data.cu_k, return_lse=True, **options)
     return attention_reference(q, k, v, return_lse=True, **options)
@@ -165,7 +169,14 @@ def _pieces(data: Data, itemsize: int) -> Iterator[tuple[Data, slice, slice, sli
             slopes, sinks = (x if x is None else x[..., at_h] for x in (data.slopes, data.sinks))
             if slopes is not None and slopes.dim() == 2 and not data.packed:
                 slopes = slopes[at_b]
-            yield data.with_(**piece, slopes=slopes, sinks=sinks), at_b, at_h, at_kv
+            bias = None if data.bias is None else data.bias[bias_at(data.bias, at_b, at_h)]
+            yield data.with_(**piece, slopes=slopes, sinks=sinks, bias=bias), at_b, at_h, at_kv
+
+
+def bias_at(bias: Tensor, at_b: slice, at_h: slice) -> tuple:
+    """Where a bias, or its gradient, has these batch entries and heads."""
+    places = zip((at_b, at_h), (-4, -3), strict=True)
+    return tuple(slice(None) if bias.shape[dim] == 1 else at for at, dim in places if bias.dim() >= -dim)
 
 
 def _cut(x: Tensor, at_b: slice, at_h: slice, packed: bool) -> Tensor:
@@ -175,27 +186,31 @@ def _cut(x: Tensor, at_b: slice, at_h: slice, packed: bool) -> Tensor:
 def _zeros_like_results(data: Data, dtype, grads) -> Results:
     shapes = [x.shape if name in grads or name in ("dout", "dlse") else None for name, x in vars(data).items()]
     shapes = [*shapes[:5], None if data.sinks is None or "s" not in grads else data.sinks.shape]
-    q, k, v, out, lse, sinks = (shape if shape is None else torch.zeros(shape, dtype=dtype, device=data.q.device) for shape in shapes)
-    return Results(out, lse, q, k, v, sinks)
+    shapes.append(None if data.bias is None or "b" not in grads or data.bias.dtype == torch.bool else data.bias.shape)
+    found = (shape if shape is None else torch.zeros(shape, dtype=dtype, device=data.q.device) for shape in shapes)
+    q, k, v, out, lse, sinks, bias = found
+    return Results(out, lse, q, k, v, sinks, bias)
 
 
 def _reference(data: Data, dtype, grads, lse_grad, options) -> Results:
     total = _zeros_like_results(data, torch.float64, grads)  # one dtype for all, so that key heads cut in two are not rounded twice
     for piece, at_b, at_h, at_kv in _pieces(data, itemsize=torch.finfo(dtype).bits // 8):
-        *inputs, sinks = leaves = _leaves(piece, grads, dtype)
-        out, lse = _attend(piece, *inputs, options, sinks)
-        *parts, dsinks = out, lse, *_gradients(out, lse, piece.dout.to(dtype), piece.dlse if lse_grad else None, leaves)
+        *inputs, sinks, bias = leaves = _leaves(piece, grads, dtype)
+        out, lse = _attend(piece, *inputs, options, sinks, bias)
+        *parts, dsinks, dbias = out, lse, *_gradients(out, lse, piece.dout.to(dtype), piece.dlse if lse_grad else None, leaves)
         for sum_, part, at in zip(total, parts, (at_h, at_h, at_h, at_kv, at_kv), strict=False):
             if sum_ is not None:
                 _cut(sum_, at_b, at, data.packed).add_(part.detach())
         if dsinks is not None:
             total.dsinks[at_h].add_(dsinks)
+        if dbias is not None:
+            total.dbias[bias_at(dbias, at_b, at_h)].add_(dbias)
     return total
 
 
 def _magnitude(data: Data, lse_grad, options, off_tanh=TANH) -> Results:
     """For each result, what float32 roundoff inside it is relative to, in float32. off_tanh: see `_add_magnitude`."""
-    total = _zeros_like_results(data, torch.float32, "qkvs")
+    total = _zeros_like_results(data, torch.float32, "qkvsb")
     for piece, at_b, at_h, at_kv in _pieces(data, itemsize=4):
         # rows past the last cu_seqlens are NaN in the inputs and 0 in every result
         tensors = [getattr(piece, name).detach().float().nan_to_num() for name in ("q", "k", "v", "dout", "dlse")]
@@ -203,8 +218,9 @@ def _magnitude(data: Data, lse_grad, options, off_tanh=TANH) -> Results:
         sums = [_cut(x, at_b, at, data.packed) for x, at in zip(total, (at_h, at_h, at_h, at_kv, at_kv), strict=False)]
         sums[1] = sums[1].transpose(-1, -2)
         dsinks = None if total.dsinks is None else total.dsinks[at_h]
+        dbias = None if total.dbias is None else total.dbias[bias_at(total.dbias, at_b, at_h)]
         if not data.packed:
-            _add_magnitude([*sums, dsinks], tensors, data.q.dtype, options | extras_of(piece), off_tanh)
+            _add_magnitude([*sums, dsinks, dbias], tensors, data.q.dtype, options | extras_of(piece), off_tanh)
             continue
         cu_q, cu_k = data.cu_q.tolist(), data.cu_k.tolist()
         for n, (q0, q1, k0, k1) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)):
@@ -212,13 +228,13 @@ def _magnitude(data: Data, lse_grad, options, off_tanh=TANH) -> Results:
             at_q, at_k = slice(q0, q1), slice(k0, k1)
             alone = [x[None, at] for x, at in zip(tensors, (at_q, at_k, at_k, at_q, at_q), strict=True)]
             parts = [x[None, at] for x, at in zip(sums, (at_q, at_q, at_q, at_k, at_k), strict=True)]
-            _add_magnitude([*parts, dsinks], alone, data.q.dtype, options | extras, off_tanh)
+            _add_magnitude([*parts, dsinks, None], alone, data.q.dtype, options | extras, off_tanh)
     return total
 
 
 def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
-    """Adds to (out, lse, dq, dk, dv, dsinks) the absolute values of what is added and subtracted in each, times the rounding errors that
-    come with it:
+    """Adds to (out, lse, dq, dk, dv, dsinks, dbias) the absolute values of what is added and subtracted in each, times the rounding errors
+    that come with it:
 
     The score s_ij is off by t_ij = |scale| |q_i|.|k_j| (in units of eps), and the GPU's exponential by 2 (PTX ISA, ex2.approx: 2^-22);
     hence lse_i: sum_j p_ij (t_ij + 2). The probabilities of a row are off by the factors w_ij = 2 t_ij + 2, of which out keeps what
@@ -232,19 +248,21 @@ def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
     Under a softcap a score is off by t_ij times the derivative g = 1 - tanh^2, and by off_tanh + 1 roundings of itself; ALiBi adds
     two of what it subtracts and one of the rest. ds is off by g times the above, and by what g is off, 2 |tanh| times that of tanh and a
     rounding, times |dp_ij - delta_i + dlse_i|. A sink's gradient sums p_i of the same kind, of a score that comes as it is:
-    sum_i p_i (|sink| + |lse_i| + 2) |delta_i - dlse_i| and what delta is off.
+    sum_i p_i (|sink| + |lse_i| + 2) |delta_i - dlse_i| and what delta is off. A bias adds a rounding of the score that it makes; its
+    gradient is p_ij (dp_ij - delta_i + dlse_i), off as ds is without a softcap.
     """
     q, k, v, dout, dlse = tensors
     signed_scale = default_scale(q.shape[-1]) if options.get("softmax_scale") is None else options["softmax_scale"]
     scale, cap, slopes, sinks = abs(signed_scale), *(options.get(name) for name in ("softcap", "alibi_slopes", "sinks"))
+    bias = options.get("bias")
     heads_kv = k.shape[2]
     out, lse = attention_reference(q, k, v, return_lse=True, **options)
     k, v = (x.repeat_interleave(q.shape[2] // heads_kv, dim=2) for x in (k, v))
     over_dim, over_j, over_i = "bihd,bjhd->bihj", "bihj,bjhd->bihd", "bihj,bihd->bjhd"
     heads_inside = lambda s: s.transpose(1, 2)  # noqa: E731  [b, h, i, j] -> [b, i, h, j]
     keep = keep_mask(q.shape[1], k.shape[1], causal=options.get("causal", False), window=options.get("window"), device=q.device)
-    s = heads_inside(attention_scores(q, k, signed_scale, softcap=cap, alibi_slopes=slopes))
-    p = torch.where(keep[:, None], torch.exp(s - lse.transpose(-1, -2)[..., None]), 0.0)
+    s = heads_inside(attention_scores(q, k, signed_scale, softcap=cap, alibi_slopes=slopes, bias=bias))
+    p = torch.where(keep[:, None] & (s != -math.inf), torch.exp(s - lse.transpose(-1, -2)[..., None]), 0.0)
     spread = (torch.einsum(over_j, p, v.square()) - out.square()).clamp_min(0.0).sqrt()
     delta = (dout * out).sum(-1, keepdim=True)
     t = scale * torch.einsum(over_dim, q.abs(), k.abs())
@@ -255,14 +273,17 @@ def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
         off_g = 2 * tanh.abs() * (g * t / cap + off_tanh * tanh.abs()) + 1
         t = g * t + (off_tanh + 1) * cap * tanh.abs()
     if slopes is not None:
-        bias = (slopes[..., None, None] * distances(q.shape[1], k.shape[1], q.device)).expand(q.shape[0], -1, -1, -1)
-        t = t + 2 * heads_inside(bias).abs() + (s + heads_inside(bias)).abs()
+        steps = heads_inside((slopes[..., None, None] * distances(q.shape[1], k.shape[1], q.device)).expand(q.shape[0], -1, -1, -1))
+        t = t + 2 * steps.abs() + torch.where(s == -math.inf, 0.0, (s + steps).abs())
+    if bias is not None:
+        t = t + torch.where(p > 0, s.abs(), 0.0)
     w = 2 * t + 2
     x = w + lse.abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
     resid = (torch.einsum(over_dim, dout, v) - delta + dlse).abs()
     rounding = torch.linalg.vector_norm(dout * (out - out.to(dtype).float()), dim=-1, keepdim=True) / EPS32
     off_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs() + rounding
-    y = g * (x * resid + torch.einsum(over_dim, dout.abs(), v.abs()) + off_delta) + off_g * resid
+    off_dp = x * resid + torch.einsum(over_dim, dout.abs(), v.abs()) + off_delta
+    y = g * off_dp + off_g * resid
     found = (
         (p * w.square()).sum(-1, keepdim=True).sqrt() * spread,
         (p * (t + 2)).sum(-1),
@@ -272,20 +293,24 @@ def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
     )
     for total, part in zip(sums, found, strict=False):
         total.add_(part)
+    if sums[6] is not None:
+        off = heads_inside(p * off_dp)
+        sums[6].add_(off.sum_to_size((*[1] * (4 - sums[6].dim()), *sums[6].shape)).view(sums[6].shape))
     if sinks is not None:
         rows = lse.transpose(-1, -2)[..., None].masked_fill(lse.transpose(-1, -2)[..., None] == -math.inf, math.inf)
         sinks = sinks[:, None].float()
         off = (sinks.abs().nan_to_num(posinf=0.0) + rows.abs().nan_to_num(posinf=0.0) + 2) * (delta - dlse).abs() + off_delta
-        sums[-1].add_((torch.exp(sinks - rows) * off).sum((0, 1, 3)))
+        sums[5].add_((torch.exp(sinks - rows) * off).sum((0, 1, 3)))
 
 
 def _unkept(data: Data, options) -> tuple[Tensor, Tensor]:
-    """Which rows have no key, and which keys no row. With equal scores every kept pair has weight, whatever the numbers."""
-    rows = (data.q if data.packed else data.q[:1])[..., :1, :1]
-    keys = (data.k if data.packed else data.k[:1])[..., :1, :1]
+    """Which rows have no key, and which keys no row, of one entry and head unless a bias tells them apart. With equal scores every kept
+    pair has weight, whatever the numbers."""
+    rows, keys = (x[..., :1] if data.bias is not None else (x if data.packed else x[:1])[..., :1, :1] for x in (data.q, data.k))
     rows, keys = torch.zeros_like(rows, dtype=torch.float32), torch.zeros_like(keys, dtype=torch.float32)
     values = torch.ones_like(keys, requires_grad=True)
-    out, lse = _attend(data.with_(slopes=None, sinks=None), rows, keys, values, options)
+    bias = data.bias if data.bias is None or data.bias.dtype == torch.bool else data.bias != -torch.inf
+    out, lse = _attend(data.with_(slopes=None, sinks=None, bias=None), rows, keys, values, options, bias=bias)
     return lse == -torch.inf, torch.autograd.grad(out, values, torch.ones_like(out))[0] == 0
 
 
@@ -333,13 +358,14 @@ def assert_close_to_oracle(actual: Tensor, oracle64: Tensor, lowprec: Tensor, dt
         assert found <= allowed, f"{what}: {measure} error {found:.3g} > {allowed:.3g} allowed; largest at {[int(i) for i in where]}"
 
 
-def compare(results: Results, expected: Expected, dtype: torch.dtype) -> None:
+def compare(results: Results, expected: Expected, dtype: torch.dtype, bias_dtype: torch.dtype | None = None) -> None:
     """Every result against the oracle, and exact zeros where attention has nothing to attend to."""
     for name, actual, oracle, peer, magnitude in zip(Results._fields, results, *expected[:3], strict=True):
         if actual is not None:
-            kind = torch.float32 if name in ("lse", "dsinks") else dtype
+            kind = torch.float32 if name in ("lse", "dsinks") else bias_dtype if name == "dbias" else dtype
             assert actual.dtype == kind, f"{name}: {actual.dtype}, expected {kind}"
-            kind = dtype if name == "dsinks" else kind  # it is float32, made of what was rounded to dtype
+            if name in ("dsinks", "dbias"):  # may be float32, made of what was rounded to dtype
+                kind = max(dtype, kind, key=lambda x: torch.finfo(x).eps)
             assert_close_to_oracle(actual, oracle, peer, kind, magnitude=magnitude, what=name)
     empty = expected.empty.transpose(-1, -2)[..., None]
     for name, nothing in (("out", empty), ("dq", empty), ("dk", expected.unseen), ("dv", expected.unseen)):
@@ -349,7 +375,7 @@ def compare(results: Results, expected: Expected, dtype: torch.dtype) -> None:
 
 
 def check(
-    data: Data, impl: str | None, *, grads="qkvs", lse_grad=True, layout="bshd", peer_dtype=None, deterministic=False, **options
+    data: Data, impl: str | None, *, grads="qkvsb", lse_grad=True, layout="bshd", peer_dtype=None, deterministic=False, **options
 ) -> Results:
     """Run and compare with the oracle; options: causal, window, softmax_scale, softcap. Returns the results for further questions.
 
@@ -361,7 +387,8 @@ def check(
     on_hopper = expected
     if options.get("softcap") and data.q.is_cuda:
         on_hopper = expected._replace(magnitude=_magnitude(data, lse_grad, options, FAST_TANH))
-    compare(results, on_hopper if impl == "hopper" else expected, data.q.dtype)
+    bias_dtype = None if data.bias is None else data.bias.dtype
+    compare(results, on_hopper if impl == "hopper" else expected, data.q.dtype, bias_dtype)
     explained = options | extras_of(data)
     if impl == "portable" and explain(data.q, data.k, data.v, data.cu_q, data.cu_k, **explained).kernels["forward"] == "hopper":
         compare(run(data, "hopper", grads="", layout=layout, deterministic=deterministic, **options), on_hopper, data.q.dtype)

@@ -60,6 +60,8 @@ CALLS = {
     "softcap": ((q, k, v), {"softcap": 0.5}),
     "slopes": ((q, k, v), {"alibi_slopes": torch.linspace(0, 1, 4)}),
     "sinks": ((q, k, v), {"sinks": torch.linspace(-1, 1, 4)}),
+    "bias": ((q, k, v), {"bias": torch.linspace(-1, 1, q.shape[1])[:, None]}),
+    "mask": ((q, k, v), {"bias": torch.arange(k.shape[1]) < 4}),
 }
 
 
@@ -79,7 +81,7 @@ def test_calls_do_not_take_each_other_for_themselves(short):
             found = attention(*inputs, impl="eager", **options)
             found = found if isinstance(found, tuple) else (found,)
             assert len(found) == len(expected[name]) and all(map(torch.equal, found, expected[name])), (pair, name)
-    assert len(again._seen) == len(CALLS) - 5, "a window, a cap, slopes and sinks are always looked at, and who wants lse asks the same"
+    assert len(again._seen) == len(CALLS) - 7, "windows, caps, slopes, sinks and biases are always looked at; who wants lse asks the same"
 
 
 WRONG = {

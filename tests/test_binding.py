@@ -29,7 +29,10 @@ def inputs(layout: str, device: str) -> Data:
     else:
         rows, shape = (64, 128), {"heads": 4, "heads_kv": 2, "dim": 64, "dtype": torch.bfloat16}
     if layout.endswith("with extras"):
-        return with_extras(inputs(layout.split()[0], device), slopes="entry", sinks=0.0)
+        data = with_extras(inputs(layout.split()[0], device), slopes="entry", sinks=0.0)
+        if data.packed:
+            return data
+        return data.with_(bias=torch.randn(1, data.q.shape[2], data.k.shape[1], data.q.shape[1], device=device).transpose(2, 3))
     if layout == "packed":
         return packed([rows[0], 0, rows[1], rows[0]], tail_q=2, tail_k=2, device=device, **shape)
     sizes = {"no batch": (0, *rows), "no queries": (2, 0, rows[1]), "no keys": (2, rows[0], 0)}
@@ -38,15 +41,17 @@ def inputs(layout: str, device: str) -> Data:
 
 
 def options(data: Data, impl: str) -> tuple:
-    """Arguments after q, k, v (and head_dim_v) of both operators: slopes, sinks, softcap, cu_seqlens, max_seqlens, scale, window, top_left,
-    deterministic, impl."""
-    return data.slopes, data.sinks, 0.0 if data.sinks is None else 2.0, data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
+    """Arguments after q, k, v (and head_dim_v) of both operators: slopes, sinks, bias, softcap, cu_seqlens, max_seqlens, scale, window,
+    top_left, deterministic, impl."""
+    cap = 0.0 if data.sinks is None else 2.0
+    return data.slopes, data.sinks, data.bias, cap, data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
 
 
 def forward_arguments(data: Data, impl: str, grad=False) -> tuple:
-    slopes, sinks, *rest = options(data, impl)
-    sinks = sinks if sinks is None else sinks.detach().requires_grad_(grad)
-    return *(x.detach().requires_grad_(grad) for x in (data.q, data.k, data.v)), slopes, sinks, *rest
+    slopes, *learned, cap = options(data, impl)[:4]
+    sinks, bias = (x if x is None else x.detach().requires_grad_(grad) for x in learned)
+    rest = cap, *options(data, impl)[4:]
+    return *(x.detach().requires_grad_(grad) for x in (data.q, data.k, data.v)), slopes, sinks, bias, *rest
 
 
 def backward_arguments(data: Data, impl: str, needs=(True, True, True), dlse=True) -> tuple:
@@ -54,7 +59,7 @@ def backward_arguments(data: Data, impl: str, needs=(True, True, True), dlse=Tru
     out, lse = FWD(*forward_arguments(data, impl))
     v, out = (data.v, out) if needs[0] or needs[1] or data.sinks is not None else (None, None)
     dout = data.dout.transpose(-3, -2).contiguous().transpose(-3, -2)
-    needs = *needs, data.sinks is not None
+    needs = *needs, data.sinks is not None, data.bias is not None
     return dout, data.dlse if dlse else None, data.q, data.k, v, out, lse, data.v.shape[-1], *options(data, impl), *needs
 
 

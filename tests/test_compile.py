@@ -39,6 +39,8 @@ class Variant:
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    bias: str | None = None
+    bias_dims: str = ""
 
 
 VARIANTS = {
@@ -67,15 +69,25 @@ EXTRAS = {
     "alibi": Variant(right=0, ragged_lengths=True, group=2, half="float16", alibi=True),
     "sinks": Variant(left=300, right=0, group=2, sinks=True),
     "all-packed": Variant(right=0, varlen=True, group=2, softcap=50.0, alibi=True, sinks=True),
+    "bias": Variant(right=0, ragged_lengths=True, group=2, bias="bfloat16", bias_dims="hqk"),
+    "mask": Variant(left=300, right=5, half="float16", group=2, alibi=True, sinks=True, bias="bool", bias_dims="bk"),
+}
+OF_A_BIAS = {
+    "bias": EXTRAS["bias"],
+    "bias-all": Variant(right=0, half="float16", softcap=50.0, alibi=True, bias="float32", bias_dims="bhqk"),
+    "bias-keys": Variant(less=8, ragged_lengths=True, group=2, bias="bfloat16", bias_dims="hk"),
 }
 DELTA = {"causal-ragged": VARIANTS["causal-ragged"], "unaligned": UNEQUAL["unaligned"], "no-dlse": Variant(dlse=False)}
-ALL = {**VARIANTS, **UNEQUAL, **ALONE, **STILL, **EXTRAS, **DELTA}
+ALL = {**VARIANTS, **UNEQUAL, **ALONE, **STILL, **EXTRAS, **OF_A_BIAS, **DELTA}
 HARDEST = ("causal-ragged", "packed-window")
 # Where Triton 3.6 or 3.9 spills so many bytes at most, and none without what these variants add
 SPILLS = {
     ("forward", 2, 64, 100, "all-packed"): 4,
     ("dkdv", 2, 128, 100, "all-packed"): 4,
     ("dq", 4, 128, 100, "softcap"): 8,
+    ("dq", 4, 64, 100, "bias"): 8,
+    ("dbias", 4, 256, 90, "bias"): 16,
+    ("shifts", 4, 128, 90, "bias-keys"): 16,
 }
 # Where a pass has more operands than registers: so many bytes at most, whatever the variant
 MORE_SPILLS = {
@@ -117,6 +129,8 @@ def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Pr
         softcap=variant.softcap,
         alibi=variant.alibi,
         sinks=variant.sinks,
+        bias=variant.bias,
+        bias_dims=variant.bias_dims,
     )
 
 
@@ -132,13 +146,17 @@ def build(name: str, itemsize: int, largest_dim: int, cc: int, variant: str):
 def variants_of(name: str, itemsize: int, dim: int, cc: int) -> list[str]:
     """Which variants of attention a row is compiled for. Passes and head dims take turns with those of UNEQUAL."""
     everything = os.environ.get("FLASHATTN_COMPILE_ALL") == "1"
-    turn = DIMS.index(dim) + ("dkdv", "forward", "dq", "dk", "dv", "tangent").index(name) + itemsize if name != "delta" else 0
+    passes = ("dkdv", "forward", "dq", "dk", "dv", "tangent", "delta", "dbias", "shifts")
+    turn = DIMS.index(dim) + passes.index(name) + itemsize
     alone = list({"dkdv": ALONE, "tangent": STILL}.get(name, {}))
+    if name in ("dbias", "shifts"):
+        return list(OF_A_BIAS) if everything or cc == 90 else [list(OF_A_BIAS)[(itemsize + dim // 64 + cc // 10) % 3]]
     if name == "delta":
         return list(DELTA) if everything or cc == 80 else ["causal-ragged"]
     if everything:
-        return [*VARIANTS, *UNEQUAL, *alone, *EXTRAS]
-    extra = list(EXTRAS)[(turn + cc // 10) % len(EXTRAS)]
+        return [*VARIANTS, *UNEQUAL, *alone, *(extra for extra in EXTRAS if name != "tangent" or not EXTRAS[extra].bias)]
+    extras = [extra for extra in EXTRAS if name != "tangent" or not EXTRAS[extra].bias]  # with a bias there is none
+    extra = extras[(turn + cc // 10) % len(extras)]
     if cc == 90 and itemsize == 2:
         return [*VARIANTS, "unaligned", ("narrow-values", "narrow-keys")[turn % 2], *alone, extra]
     if cc == 80:  # where portable rows have the least room
@@ -149,7 +167,7 @@ def variants_of(name: str, itemsize: int, dim: int, cc: int) -> list[str]:
 def jobs() -> list[Job]:
     found = []
     for cc, itemsize, dim in product(CAPABILITIES, (2, 4), DIMS):
-        for name in portable_rows(problem_of(VARIANTS["plain"], itemsize, dim, cc)):
+        for name in (*portable_rows(problem_of(EXTRAS["bias"], itemsize, dim, cc)), "shifts"):
             arguments = name, itemsize, dim, cc
             found += [Job("test_compile.build", (*arguments, variant), cc) for variant in variants_of(*arguments)]
     return found

@@ -42,6 +42,7 @@ MACHINES = [
     (replace(PROBLEM, aligned=True, dtype="float32"), "portable"),
     *[(replace(PROBLEM, aligned=True, **extra), "hopper") for extra in ({"softcap": 9.0}, {"alibi": True}, {"sinks": True})],
     (replace(PROBLEM, aligned=True, alibi=True, top_left=True, window_right=0), "portable"),
+    *[(replace(PROBLEM, aligned=True, bias=dtype, bias_dims="hqk"), "portable") for dtype in ("bfloat16", "bool")],
     (replace(PROBLEM, aligned=True, head_dim_v=20), "portable"),
     (replace(PROBLEM, aligned=True, batch=1 << 23), "portable"),  # 2^32 rows of all heads
     *[(replace(PROBLEM, aligned=True, seqlen_k=(1 << 30) - less), name) for less, name in ((0, "portable"), (384, "hopper"))],
@@ -88,8 +89,8 @@ def test_every_row_of_a_table_is_taken_by_some_call(capability, monkeypatch):
     for number, key in enumerate(list(table)):
         monkeypatch.setitem(table, key, configs.Config(number, 0, 0, 0))
     taken = set()
-    for dtype, heads_q, head_dim, head_dim_v in product(DTYPES, (2, 4), *[(1, 40, 64, 72, 128, 192, 256)] * 2):
-        sizes = {"heads_q": heads_q, "head_dim": head_dim, "head_dim_v": head_dim_v}
+    for dtype, heads_q, bias, head_dim, head_dim_v in product(DTYPES, (2, 4), (None, "float32"), *[(1, 40, 64, 72, 128, 192, 256)] * 2):
+        sizes = {"heads_q": heads_q, "head_dim": head_dim, "head_dim_v": head_dim_v, "bias": bias}
         problem = replace(PROBLEM, dtype=dtype, **sizes, capability=capability)
         taken |= {row.block_m for row in ROWS["portable"].rows(problem).values() if row.num_warps == 0}
     assert [key for number, key in enumerate(table) if number not in taken] == []
@@ -165,7 +166,7 @@ def test_launchers_have_one_signature(name):
     if name != "eager" and find_spec("triton") is None:
         pytest.skip("needs Triton")
     module = launcher(ROWS[name].launch)
-    at_the_end = ["cu_seqlens_q", "cu_seqlens_k", "slopes", "sinks"]
+    at_the_end = ["cu_seqlens_q", "cu_seqlens_k", "slopes", "sinks", "bias"]
     expected = {
         "forward": ["problem", "q", "k", "v", *at_the_end, "token"],
         "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", *at_the_end],

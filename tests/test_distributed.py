@@ -17,7 +17,8 @@ TESTS = Path(__file__).parent
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="torch has no gloo here")
 
 
-NAMES = ("sharded_compiled", "sharded", "sharded_packed", "sharded_variants", "ddp", "fsdp2")  # the first comes before any call was made
+# the first comes before any call was made
+NAMES = ("sharded_compiled", "sharded", "sharded_packed", "sharded_variants", "sharded_biases", "ddp", "fsdp2")
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +60,8 @@ def test_the_rules_know_slopes_and_sinks():
 
     one, two = torch.zeros(4), torch.zeros(2, 4)
     assert [_dimension("alibi_slopes", x, False, by) for x in (one, two) for by in (HEADS, BATCH)] == [0, None, 1, 0]
+    four = torch.zeros(2, 1, 3, 3)
+    assert [_dimension("bias", x, False, by) for x in (four, four.transpose(0, 1)) for by in (HEADS, BATCH)] == [None, 0, 1, None]
     assert [_dimension("sinks", one, False, by) for by in (HEADS, BATCH)] == [0, None]
     assert [_dimension("dsinks", two, packed, HEADS) for packed in (False, True)] == [1, 1]
     assert [_dimension("cu_seqlens_q", one, True, by) for by in (HEADS, BATCH)] == [None, None]

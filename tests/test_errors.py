@@ -177,7 +177,25 @@ OPTIONS = {
     "deterministic string": ({"deterministic": "no"}, TypeError, ("deterministic='no'", "expected a bool")),
 }  # fmt: skip
 
+BIASES = {  # of dense calls
+    "bias number": ({"bias": 0.5}, TypeError, ("bias is a float", "expected a torch.Tensor or None")),
+    "bias int": (
+        {"bias": T(ROWS, KEYS).int()}, TypeError,
+        ("bias has dtype torch.int32", "expected torch.bool or torch.float16 or torch.bfloat16 or torch.float32"),
+    ),
+    "bias float64": ({"bias": T(ROWS, KEYS, dtype=torch.float64)}, TypeError, ("bias has dtype torch.float64", "expected torch.bool")),
+    "bias of other keys": (
+        {"bias": T(HEADS, ROWS, KEYS + 1)}, ValueError,
+        (f"bias has shape ({HEADS}, {ROWS}, {KEYS + 1})", f"[batch, heads_q, seqlen_q, seqlen_k] ({BATCH}, {HEADS}, {ROWS}, {KEYS})"),
+    ),
+    "bias of key heads": ({"bias": T(BATCH, 2, ROWS, KEYS)}, ValueError, (f"bias has shape ({BATCH}, 2, {ROWS}, {KEYS})", "as (4, ")),
+    "bias of rank 5": ({"bias": T(1, 1, 1, ROWS, KEYS)}, ValueError, (f"bias has shape (1, 1, 1, {ROWS}, {KEYS})", "broadcasts to")),
+    "bias elsewhere": ({"bias": T(ROWS, KEYS, device="meta")}, ValueError, ("bias is on meta and q on cpu", "expected one device")),
+    "bias sparse": ({"bias": T(ROWS, KEYS).to_sparse()}, TypeError, ("bias has layout torch.sparse_coo",)),
+}
+
 PACKED = {
+    "bias": (varlen(bias=T(6, 7)), NotImplementedError, ("bias of a packed call", "attention() of the padded batch", "alibi_slopes")),
     "q of rank 4": (varlen(q=T(1, 6, 4, 8)), ValueError, ("q has shape (1, 6, 4, 8)", "expected 3 dimensions [total, heads, head_dim]")),
     "total of v": (varlen(v=T(6, 2, DIM)), ValueError, ("k has shape (7, 2, 8)", "v (6, 2, 8)", "expected the same total")),
     "heads": (varlen(k=T(7, 3, DIM), v=T(7, 3, DIM)), ValueError, ("q has 4 heads", "k has 3", "expected a multiple")),
@@ -283,6 +301,12 @@ def test_options(function, good, arguments, kind, words):
     raises(kind, words, function, good(**arguments))
 
 
+@parametrize(BIASES)
+@pytest.mark.parametrize("function", [attention, explain])
+def test_biases(function, arguments, kind, words):
+    raises(kind, words, function, qkv(**arguments))
+
+
 @parametrize(PACKED)
 @pytest.mark.parametrize("function", [attention_varlen, explain])
 def test_packed(function, arguments, kind, words):
@@ -344,7 +368,7 @@ def test_values_not_checked_touch_nothing_outside(impl, device, bad_q, bad_k, mo
         monkeypatch.setattr(launcher(f"flashattn.launch.{module}"), "torch", guarded)
     results = out, lse = launch.forward(problem, q, k, v, *offsets)
     if impl == "portable":
-        results += launch.backward(problem, (True, True, True, False), dout, dlse, q, k, v, out, lse, *offsets)[:3]
+        results += launch.backward(problem, (True, True, True, False, False), dout, dlse, q, k, v, out, lse, *offsets)[:3]
     assert len(guarded.wholes) == (2 if impl == "hopper" else 6) and guarded.untouched()
     assert not any(x.isnan().any() for x in results)
 

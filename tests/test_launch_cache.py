@@ -29,18 +29,18 @@ from flashattn.dispatch.table import hopper_rows
 from flashattn.kernels import structs
 from flashattn.kernels.hopper import walk
 from flashattn.launch import cache, hopper, maps, portable
-from flashattn.torch_ops.describe import describe
+from flashattn.torch_ops.describe import _biased, describe
 
 PASSES = {  # and the tensors of each, as its launcher names them
-    "forward": ("q", "k", "v", "out", "lse", "cu_q", "cu_k", "slopes", "sinks"),
+    "forward": ("q", "k", "v", "out", "lse", "cu_q", "cu_k", "slopes", "sinks", "bias"),
     "tangent": (
         "q", "k", "v", "tq", "tk", "tv", "out", "tout", "lse", "tlse", "cu_q", "cu_k", "slopes", "sinks", "tsinks",
     ),
     "delta": ("out", "dout", "dlse", "delta"),
-    "dkdv": ("q", "k", "v", "dout", "lse", "delta", "dk", "dv", "cu_q", "cu_k", "slopes"),
-    "dk": ("q", "k", "v", "dout", "lse", "delta", "dk", None, "cu_q", "cu_k", "slopes"),
-    "dv": ("q", "k", None, "dout", "lse", None, None, "dv", "cu_q", "cu_k", "slopes"),
-    "dq": ("q", "k", "v", "dout", "lse", "delta", "dq", "cu_q", "cu_k", "slopes"),
+    "dkdv": ("q", "k", "v", "dout", "lse", "delta", "dk", "dv", "cu_q", "cu_k", "slopes", "bias"),
+    "dk": ("q", "k", "v", "dout", "lse", "delta", "dk", None, "cu_q", "cu_k", "slopes", "bias"),
+    "dv": ("q", "k", None, "dout", "lse", None, None, "dv", "cu_q", "cu_k", "slopes", "bias"),
+    "dq": ("q", "k", "v", "dout", "lse", "delta", "dq", "cu_q", "cu_k", "slopes", "bias"),
     "hopper": ("q", "k", "v", "out", "lse", "cu_q", "cu_k", "counter"),
 }
 SIZES = {*structs.SIZES, *walk.SIZES}
@@ -108,8 +108,10 @@ def alone(monkeypatch, request):
         monkeypatch.setattr(cache, "stream_of", lambda device: "stream")
 
 
-def tensors_of(packed=False, dim=64, dim_v=64, heads_kv=2, rows=128, offset=0, strides="bshd", dlse=True, slopes=None, sinks=False):
-    """What every pass takes, by name. slopes: their number of dimensions."""
+def tensors_of(
+    packed=False, dim=64, dim_v=64, heads_kv=2, rows=128, offset=0, strides="bshd", dlse=True, slopes=None, sinks=False, bias=None
+):
+    """What every pass takes, by name. slopes: their number of dimensions. bias: (shape, dtype, how it lies)."""
     shape = (rows,) if packed else (2, rows)
 
     def tensor(heads, dim):
@@ -129,6 +131,7 @@ def tensors_of(packed=False, dim=64, dim_v=64, heads_kv=2, rows=128, offset=0, s
     found |= {"slopes": torch.zeros([2, 4][2 - slopes :] if slopes else 0), "sinks": torch.zeros(offset + 4)[offset:]}
     found |= {"tsinks": torch.zeros(2 if not packed else 1, 4)}
     found |= {name: None for name, there in (("slopes", slopes), ("sinks", sinks), ("tsinks", sinks), ("tk", dlse)) if not there}
+    found["bias"] = None if bias is None else bias[2](torch.zeros(bias[0], dtype=bias[1]))
     return found | dict(zip(("cu_q", "cu_k", "counter"), (*cu, counter), strict=True))
 
 
@@ -139,6 +142,9 @@ def launch(name, tensors, causal, scale, monkeypatch):
     problem = replace(problem, device="cuda", capability=(9, 0), interpret=False, aligned=name == "hopper")
     if name != "hopper":
         problem = replace(problem, alibi=t["slopes"] is not None, sinks=t["sinks"] is not None)
+        if t["bias"] is not None:
+            dtype, dims = _biased(t["bias"])
+            problem = replace(problem, bias="bool" if dtype == "uint8" else dtype, bias_dims=dims)
     mine = [None if name is None else t[name] for name in PASSES[name]]
     if name == "hopper":
         row, builder = hopper_rows(problem)["forward"], hopper.forward_launch
@@ -200,6 +206,28 @@ def test_slopes_and_sinks_among_the_numbers_of_a_struct_are_pointers_too(name, m
     for _ in range(2):
         for call in calls:
             stand_in, grid, args, options = launch(name, tensors_of(**call), True, 0.125, monkeypatch)
+            if stand_in.again:
+                compiled, found_grid, found = stand_in.again.pop()
+                assert compiled.specialization == (stand_in.specialize(args), options), call
+                assert found_grid == grid and flat(found) == flat(args), call
+                checked += 1
+    assert checked >= len(calls)
+
+
+@pytest.mark.parametrize("name", ["forward", "dkdv", "dq"])
+def test_a_bias_is_a_pointer_with_strides(name, monkeypatch):
+    """Of every broadcast, dtype and alignment; sizes of 1 have the strides that they happen to have."""
+    KERNELS.clear()
+    ways = {
+        "whole": lambda x: x, "transposed": lambda x: x.mT.contiguous().mT,
+        "odd": lambda x: torch.cat([x.flatten(), x.flatten()[:1]])[1:].view(x.shape),
+    }  # fmt: skip
+    shapes = (2, 4, 128, 128), (1, 4, 128, 128), (2, 1, 1, 128), (1, 1, 128, 1)
+    calls = list(product(shapes, (torch.float32, torch.bfloat16, torch.uint8), ways.values()))
+    checked = 0
+    for _ in range(2):
+        for call in calls:
+            stand_in, grid, args, options = launch(name, tensors_of(bias=call), True, 0.125, monkeypatch)
             if stand_in.again:
                 compiled, found_grid, found = stand_in.again.pop()
                 assert compiled.specialization == (stand_in.specialize(args), options), call

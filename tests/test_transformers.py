@@ -227,6 +227,33 @@ def test_bert_reading_another_sequence_of_as_many_rows(calls):
     assert calls == {"attention": 2, "attention_varlen": 2}
 
 
+@pytest.mark.parametrize("side", [None, "left", "right"])
+def test_t5_and_its_learned_position_bias(side, calls):
+    """Its gradient too; in the encoder, and in the decoder of one token and of several."""
+    sizes = {"vocab_size": 64, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "dropout_rate": 0.0}
+    models = pair(transformers.T5ForConditionalGeneration, transformers.T5Config(**sizes, decoder_start_token_id=0))
+    mask = None if side is None else padded(side)
+    assert_same(models, input_ids=tokens(), attention_mask=mask, decoder_input_ids=tokens()[:, :5])
+    assert calls == {"attention": 6}
+    ids = {"input_ids": tokens(), "attention_mask": mask, "max_new_tokens": 4, "do_sample": False}
+    assert torch.equal(*[model.eval().generate(**ids) for model in models])
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_masks_of_four_dimensions(kind, calls):
+    """A prefix that sees itself, in a causal model: the mask says all."""
+    keep = torch.ones(9, 9, dtype=torch.bool).tril()
+    keep[:4, :4] = True
+    mask = keep.expand(2, 1, 9, 9)
+    if kind == "float":
+        mask = torch.zeros(2, 1, 9, 9).masked_fill(~mask, torch.finfo(torch.float32).min)
+    models = causal_pair("llama")
+    eager = mask if kind == "float" else torch.zeros(2, 1, 9, 9).masked_fill(~mask, torch.finfo(torch.float32).min)
+    found, expected = (model(input_ids=tokens(), attention_mask=x).logits for model, x in zip(models, (mask, eager), strict=True))
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(found, models[1](input_ids=tokens()).logits, atol=1e-3) and calls == {"attention": 2}
+
+
 def test_vit(calls):
     sizes = {name: size for name, size in SMALL.items() if name != "vocab_size"}
     models = pair(transformers.ViTModel, transformers.ViTConfig(**sizes, image_size=8, patch_size=4))

@@ -16,6 +16,9 @@ def _no_interpreter(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
 
 
+CU = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+
 class Layer:
     is_causal = True
 
@@ -26,8 +29,9 @@ def layer_inputs(rows_q=3, rows_k=5):
 
 @pytest.mark.parametrize("message, change", [
     (r"dropout=0\.1 is not implemented", {"dropout": 0.1}),
-    ("position_bias is not implemented", {"position_bias": torch.ones(1)}),
-    (r"a mask of shape \(1, 1, 3, 5\) is not", {"attention_mask": torch.ones(1, 1, 3, 5)}),
+    ("head_mask is not implemented", {"head_mask": torch.ones(1)}),
+    (r"a mask of shape \(1, 3, 5\) is not", {"attention_mask": torch.ones(1, 3, 5)}),
+    ("position_bias of packed sequences is not", {"position_bias": torch.ones(1, 1, 3, 5), **dict.fromkeys(CU, torch.tensor([0, 3]))}),
     ("a window between 3 queries and 5 padded keys", {"attention_mask": torch.ones(1, 5) > 0, "is_causal": False, "sliding_window": 2}),
 ])  # fmt: skip
 def test_what_is_missing_is_named(message, change):
@@ -47,16 +51,41 @@ def test_a_mask_longer_than_the_keys_is_refused():
         ours.forward(*layer_inputs(), torch.ones(1, 6) > 0)
 
 
-def test_masks_of_another_kind_are_refused():
+def test_masks_of_another_kind_become_booleans():
     from transformers import masking_utils as masks
 
     sizes = {"batch_size": 1, "q_length": 3, "kv_length": 3}
     assert ours.mask(**sizes, mask_function=masks.sliding_window_causal_mask_function(2)) is None
     blocks = masks.or_masks(masks.causal_mask_function, masks.blockwise_overlay(torch.zeros(1, 3)))
-    with pytest.raises(NotImplementedError, match="a mask made of blockwise_overlay, or_masks is not"):
-        ours.mask(**sizes, mask_function=blocks)
-    with pytest.raises(NotImplementedError, match="a mask function of a model's own"):
-        ours.mask(**sizes, mask_function=masks.causal_mask_function, use_vmap=True)
+    assert torch.equal(ours.mask(**sizes, mask_function=blocks), torch.ones(1, 1, 3, 3, dtype=torch.bool))
+    own = masks.and_masks(masks.causal_mask_function, lambda batch, head, q, kv: kv != 1)
+    expected = torch.tensor([[1, 0, 0], [1, 0, 0], [1, 0, 1]]).bool()[None, None]
+    for use_vmap in (False, True):
+        assert torch.equal(ours.mask(**sizes, mask_function=own, use_vmap=use_vmap), expected)
+    padded = ours.mask(**sizes, mask_function=own, attention_mask=torch.tensor([[0, 1, 1]]).bool())
+    assert torch.equal(padded, expected & torch.tensor([0, 1, 1]).bool())
+
+
+@pytest.mark.parametrize("position_bias", [None, torch.randn(1, 2, 3, 6)], ids=["", "position_bias"])
+@pytest.mark.parametrize("kind", ["bool", "float", "padding", None])
+def test_masks_and_position_biases(kind, position_bias):
+    """Of 4 dimensions they say all, causality too; they may be longer than the keys."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    layer, *qkv = layer_inputs()
+    layer.training = False
+    padding = torch.tensor([[0, 1, 1, 1, 1]]) > 0
+    mask = {"bool": torch.rand(1, 2, 3, 6) > 0.4, "float": torch.randn(1, 1, 3, 6), "padding": padding}.get(kind)
+    if kind == "bool":
+        mask[..., 0] = True
+    found, _ = ours.forward(layer, *qkv, mask, position_bias=position_bias)
+    whole = mask if kind != "padding" else (mask[:, None, None] & torch.ones(3, 5, dtype=torch.bool).tril(2))
+    whole = torch.ones(1, 1, 3, 5, dtype=torch.bool).tril(2) if whole is None else whole[..., :5]
+    if position_bias is not None:
+        bias = position_bias[..., :5]
+        whole = bias.masked_fill(~whole, -torch.inf) if whole.dtype == torch.bool else bias + whole
+    expected, _ = sdpa_attention_forward(layer, *qkv, whole)
+    torch.testing.assert_close(found, expected)
 
 
 def test_an_unknown_transformers_is_told(monkeypatch):

@@ -8,6 +8,7 @@ import torch
 from . import torch_ops
 from .checks import (
     TORCH_DTYPES,
+    check_bias,
     check_cu_seqlens,
     check_layout,
     check_options,
@@ -15,6 +16,7 @@ from .checks import (
     check_slopes,
     check_softcap,
     check_tensors,
+    refuse_packed_bias,
 )
 from .dispatch.select import check_impl
 from .problem import canonical_window, default_scale
@@ -45,12 +47,16 @@ def _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl
     return q, k, v, (scale, left, right, top_left, deterministic, impl)
 
 
-def _extras(q, softcap, alibi_slopes, sinks, sequences=None):
-    """(alibi_slopes, sinks, softcap) as every operator call takes them, checked; `sequences` of a packed call, else None."""
+def _extras(q, k, softcap, alibi_slopes, sinks, bias, sequences=None):
+    """(alibi_slopes, sinks, bias, softcap) as every operator call takes them, checked; `sequences` of a packed call, else None."""
     softcap = check_softcap(softcap)
     check_slopes(alibi_slopes, q, q.shape[-2], q.shape[0] if sequences is None else sequences)
     check_sinks(sinks, q, q.shape[-2])
-    return alibi_slopes, None if sinks is None else sinks.float(), softcap
+    if sequences is None:
+        bias = check_bias(bias, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+    else:
+        refuse_packed_bias(bias)
+    return alibi_slopes, None if sinks is None else sinks.float(), bias, softcap
 
 
 def attention(
@@ -64,24 +70,25 @@ def attention(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
     impl: str | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    r"""Exact attention, differentiable in q, k, v and sinks.
+    r"""Exact attention, differentiable in q, k, v, sinks and bias.
 
     .. math::
         s_{ij} = \text{softmax\_scale} \; q_i \cdot k_j, \qquad
         \text{lse}_i = \ln \sum_{j \in K(i)} e^{s_{ij}}, \qquad
         \text{out}_i = \sum_{j \in K(i)} e^{s_{ij} - \text{lse}_i} \, v_j
 
-    where K(i) is the set of keys that row i keeps. With the options for it, in this order, scores are capped, then lowered by distance, and
-    a sink joins the denominator:
+    where K(i) is the set of keys that row i keeps. With the options for it, in this order, scores are capped, lowered by distance and
+    biased, and a sink joins the denominator:
 
     .. math::
         s'_{ij} = \text{softcap} \, \tanh(s_{ij} / \text{softcap})
-            - \text{slope} \; |i + \text{seqlen}_k - \text{seqlen}_q - j|, \qquad
+            - \text{slope} \; |i + \text{seqlen}_k - \text{seqlen}_q - j| + \text{bias}_{ij}, \qquad
         \text{lse}_i = \ln \Big( e^{\text{sink}} + \sum_{j \in K(i)} e^{s'_{ij}} \Big)
 
     The score matrix never exists in memory: tiles of keys stream past a block of queries under the online softmax, and the backward
@@ -119,6 +126,11 @@ def attention(
             bottom-right one, with ``causal="top-left"`` too. No derivative: a tensor that requires a gradient or has a tangent is refused.
         sinks: ``[heads_q]``, float32, float16 or bfloat16: a learned logit of each head, in natural units, that takes its share of the
             softmax and gives nothing. -inf is none, and so is less than -2e38; nothing above 2e38. Differentiable.
+        bias: ``[batch, heads_q, seqlen_q, seqlen_k]`` or what broadcasts to it, in that order whatever `layout` says: sizes of 1, expanded
+            dimensions and missing leading ones; any strides. float32, float16 or bfloat16, whatever q has, is added to the scores; -inf
+            takes a key away, and a finite number, however low, does not: a row of nothing but the lowest is an average. bool: True attends,
+            False is -inf. None is none. Differentiable: the gradient has its shape and dtype, summed in float32 along dimensions of size 1,
+            without a copy as large as the sum's terms (one that was expanded is of the size it was expanded to: pass size 1 instead).
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it
@@ -145,7 +157,7 @@ def attention(
     Xiao et al. 2023 (StreamingLLM), section 3; learned ones, OpenAI 2025 (gpt-oss), section 2. Tangents: Lu & Song 2024 (sCM), appendix on
     a flash attention with them.
     """
-    key = torch_ops.key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks)
+    key = torch_ops.key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks, bias)
     forward = torch_ops.known(key)
     if forward is not None:
         if layout == "bhsd":
@@ -154,7 +166,7 @@ def attention(
     else:
         check_layout(layout)
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
-        extras = _extras(q, softcap, alibi_slopes, sinks)
+        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias)
         out, lse = torch_ops.attn_fwd(q, k, v, *extras, None, None, None, None, *options)
         if key is not None:
             torch_ops.remember(key, q, k, v, options)
@@ -178,6 +190,7 @@ def attention_varlen(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     impl: str | None = None,
@@ -197,6 +210,7 @@ def attention_varlen(
             depend on it and no device synchronisation is needed without it. A tensor is accepted and not read.
         causal, window, softmax_scale, softcap, sinks, return_lse, deterministic, impl: as in :func:`attention`.
         alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``, then those of each sequence; each has its own diagonal.
+        bias: only None: the sequences of a packed call share no ``[seqlen_q, seqlen_k]``. NotImplementedError for another says what works.
 
     Returns:
         out ``[total_q, heads_q, head_dim_v]``; with ``return_lse`` also lse ``[heads_q, total_q]``, float32, natural logarithm.
@@ -214,7 +228,7 @@ def attention_varlen(
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
     )
-    extras = _extras(q, softcap, alibi_slopes, sinks, cu_seqlens_q.shape[0] - 1)
+    extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, cu_seqlens_q.shape[0] - 1)
     out, lse = torch_ops.attn_fwd(q, k, v, *extras, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options)
     return (out, lse) if return_lse else out
 
@@ -234,6 +248,7 @@ def explain(
     softcap: float | None = None,
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     impl: str | None = None,
@@ -259,13 +274,13 @@ def explain(
             if limit is not None:
                 raise ValueError(f"{name}={limit!r} without cu_seqlens: expected both cu_seqlens, or no {name}")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
-        extras = _extras(q, softcap, alibi_slopes, sinks)
+        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias)
     else:
         if layout != "bshd":
             raise ValueError(f"layout={layout!r} with cu_seqlens: expected none, packed tensors are [total, heads, dim]")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
         limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
-        extras = _extras(q, softcap, alibi_slopes, sinks, cu_seqlens_q.shape[0] - 1)
+        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, cu_seqlens_q.shape[0] - 1)
     *options, impl = options
     options.append(torch_ops.aligned(q, k, v))
     problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras)

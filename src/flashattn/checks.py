@@ -21,6 +21,7 @@ LAYOUTS = ("bshd", "bhsd")
 TORCH_DTYPES = tuple(getattr(torch, name) for name in DTYPES)
 MOST = 2**63 - 1  # integers travel in 64 bits
 MOST_CAP = torch.finfo(torch.float64).max
+BIAS_DTYPES = (torch.bool, torch.float16, torch.bfloat16, torch.float32)
 NO_SLOPES_GRADIENT = "the gradient of alibi_slopes is not implemented: pass alibi_slopes.detach(); q, k, v and sinks have gradients"
 MOST_SCALE = torch.finfo(torch.float32).max / 2  # scores are float32, in base 2: the scale times log2 e must be finite too
 
@@ -98,7 +99,7 @@ def check_slopes(alibi_slopes, q, heads, batch) -> None:
     """heads, batch: of q; the batch of a packed call is its number of sequences."""
     if alibi_slopes is None:
         return
-    _check_per_head("alibi_slopes", alibi_slopes, q, (torch.float32,))
+    _check_beside("alibi_slopes", alibi_slopes, q, (torch.float32,))
     if tuple(alibi_slopes.shape) not in ((heads,), (batch, heads)):
         expected = f"[heads_q] ({heads},) or [batch, heads_q] ({batch}, {heads})"
         raise ValueError(f"alibi_slopes has shape {tuple(alibi_slopes.shape)}: expected {expected}")
@@ -106,15 +107,37 @@ def check_slopes(alibi_slopes, q, heads, batch) -> None:
         raise NotImplementedError(NO_SLOPES_GRADIENT)
 
 
+def check_bias(bias, q, shape):
+    """bias as [batch, heads_q, seqlen_q, seqlen_k], each of its own size or 1: a view. shape: these four sizes of the call."""
+    if bias is None:
+        return None
+    _check_beside("bias", bias, q, BIAS_DTYPES)
+    given = (1,) * (4 - bias.dim()) + tuple(bias.shape)
+    if len(given) != 4 or any(size not in (1, full) for size, full in zip(given, shape, strict=True)):
+        batch, heads, rows, keys = shape
+        expected = f"what broadcasts to [batch, heads_q, seqlen_q, seqlen_k] ({batch}, {heads}, {rows}, {keys})"
+        such = f"as ({heads}, {rows}, {keys}) or ({batch}, 1, 1, {keys})"
+        raise ValueError(f"bias has shape {tuple(bias.shape)}: expected {expected}, {such}")
+    return bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
+
+
+def refuse_packed_bias(bias) -> None:
+    if bias is not None:
+        raise NotImplementedError(
+            "bias of a packed call is not implemented: its sequences share no [seqlen_q, seqlen_k]. What works: attention() of the padded "
+            "batch with a bias, whose mask may be a boolean one of [batch, 1, 1, seqlen_k]; alibi_slopes, causal, window and sinks here"
+        )
+
+
 def check_sinks(sinks, q, heads) -> None:
     if sinks is None:
         return
-    _check_per_head("sinks", sinks, q, (torch.float32, torch.float16, torch.bfloat16))  # q may have been cast by autocast
+    _check_beside("sinks", sinks, q, (torch.float32, torch.float16, torch.bfloat16))  # q may have been cast by autocast
     if tuple(sinks.shape) != (heads,):
         raise ValueError(f"sinks has shape {tuple(sinks.shape)}: expected [heads_q] ({heads},)")
 
 
-def _check_per_head(name, tensor, q, dtypes) -> None:
+def _check_beside(name, tensor, q, dtypes) -> None:
     if not isinstance(tensor, torch.Tensor):
         raise TypeError(f"{name} is a {type(tensor).__name__}: expected a torch.Tensor or None")
     _check_strided(name, tensor)

@@ -43,6 +43,7 @@ def forward(
     cu_seqlens_k: Tensor | None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     token: object = None,
 ) -> tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j and lse_i = ln (e^sink + sum_j e^(s_ij)), over the keys that `problem` keeps.
@@ -50,12 +51,13 @@ def forward(
     q [batch, seqlen_q, heads_q, head_dim], k [..., heads_kv, head_dim], v [..., heads_kv, head_dim_v] of any strides; packed calls have
     [total, heads, dim] and int32 cu_seqlens. Returns out, contiguous, in the dtype of q, and lse, float32, natural
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
-    lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q].
+    lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q]; bias: of a dense call,
+    [batch, heads_q, seqlen_q, seqlen_k] with sizes of 1 for what is shared, any strides.
     Raises ValueError for cu_seqlens that fall or reach past the tensor. token is for launchers; nothing is launched here.
     """
     with _without_autocast(q.device):
         if not problem.varlen:
-            return _dense_forward(problem, q, k, v, slopes, sinks)
+            return _dense_forward(problem, q, k, v, slopes, sinks, bias)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
@@ -69,7 +71,7 @@ def forward(
 
 def backward(
     problem: Problem,
-    needs: tuple[bool, bool, bool, bool],
+    needs: tuple[bool, ...],
     dout: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -81,6 +83,7 @@ def backward(
     cu_seqlens_k: Tensor | None,
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a loss that has gradient dout in out and dlse in lse:
 
@@ -90,27 +93,28 @@ def backward(
 
     since d lse_i / d s_ij = p_ij; with a softcap ds is multiplied by 1 - tanh^2. A sink is a key of value 0 that every row sees, so its
     gradient is -sum_i e^(sink - lse_i) delta_i; it is float32 and given for each batch entry, [batch, heads_q], or [1, heads_q] of a packed
-    call. dout, dlse: shaped like out and lse, any strides, None for a gradient of zero. needs: which of dq, dk, dv and dsinks to compute;
-    the others are None. Gradients are contiguous, with the shape and dtype of their input, and exactly 0 for queries
-    without keys, for keys that no query sees and for rows past the last cu_seqlens.
+    call. That of a bias is p_ij (dp_ij - delta_i), summed in float32 along the dimensions in which it has size 1. dout, dlse: shaped like
+    out and lse, any strides, None for a gradient of zero. needs: which of dq, dk, dv, dsinks and dbias to compute; the others are None.
+    Gradients are contiguous, with the shape and dtype of their input, and exactly 0 for queries without keys, for keys that no query sees
+    and for rows past the last cu_seqlens.
 
     Source: Dao et al., FlashAttention (2022), appendix B.2; the gradient into lse follows from the line above.
     """
     with _without_autocast(q.device):
         if not problem.varlen:
-            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks)
+            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias)
         grads = _zero_gradients(problem, needs, q, k)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             n = len(sequences)
             part_dout = None if dout is None else _unpack(dout, at_q, n)
             part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
             part_qkv = (None if x is None else _unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-            *parts, dsinks = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv, _of_sequences(slopes, sequences), sinks)
+            *parts, dsinks, _ = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv, _of_sequences(slopes, sequences), sinks)
             for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=False):
                 if grad is not None:
                     grad[at] = part.flatten(0, 1)
             if dsinks is not None:
-                grads[-1].add_(dsinks.sum(0))
+                grads[3].add_(dsinks.sum(0))
         return grads
 
 
@@ -184,7 +188,7 @@ def second(
     with _without_autocast(q.device):
         if not problem.varlen:
             return _dense_second(problem, needs, dout, dlse, q, k, v, tq, tk, tv, tsinks, slopes, sinks)
-        grads = _zero_gradients(problem, needs, q, k)
+        grads = _zero_gradients(problem, needs, q, k)[:4]
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             n = len(sequences)
             part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
@@ -202,7 +206,7 @@ def second(
 
 
 def _dense_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None
+    problem: Problem, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
@@ -212,19 +216,23 @@ def _dense_forward(
     q, out_grouped, lse_grouped = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
     for batch, heads, chunks in _blocks(problem, q, k):
         k_HND, v_HNV = _keys_first(k[batch, :, heads]), _keys_first(v[batch, :, heads])
-        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
+        per_head = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
         for rows, keys in chunks:
             q_HMD = _fold(q[batch, rows, heads])
+            extras = (*per_head, _bias_of(bias, groups, q.shape[0], batch, heads, rows, keys))
             e_HMN, m_HM, l_HM, *_ = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
             _unfold(torch.bmm(e_HMN, v_HNV[:, keys]).div_(l_HM), into=out_grouped[batch, rows, heads])
+            lse_HM = m_HM + l_HM.log()
+            if bias is not None:
+                lse_HM = torch.where(m_HM == math.inf, math.inf, lse_HM)
             lse_chunk = lse_grouped[batch, heads, :, rows]
-            lse_chunk.copy_((m_HM + l_HM.log()).view(lse_chunk.shape))
+            lse_chunk.copy_(lse_HM.view(lse_chunk.shape))
     return out, lse
 
 
 def _dense_backward(
     problem: Problem,
-    needs: tuple[bool, bool, bool, bool],
+    needs: tuple[bool, ...],
     dout: Tensor | None,
     dlse: Tensor | None,
     q: Tensor,
@@ -232,10 +240,12 @@ def _dense_backward(
     v: Tensor | None,
     slopes: Tensor | None,
     sinks: Tensor | None,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
-    dq, dk, dv, dsinks = _zero_gradients(problem, needs, q, k)
+    dq, dk, dv, dsinks, _ = _zero_gradients(problem, needs, q, k)
+    dbias = torch.zeros(bias.shape, device=q.device) if needs[4] else None
     if dout is None and dlse is None:
-        return dq, dk, dv, dsinks
+        return dq, dk, dv, dsinks, None if dbias is None else dbias.to(bias.dtype)
     groups = (k.shape[2], problem.group)
     owed = None  # to the sinks, by each row; by one without keys what comes for its lse, which is the sink
     if dsinks is not None:
@@ -249,22 +259,32 @@ def _dense_backward(
         k_HND, v_HNV = _keys_first(k[batch, :, heads]), None if v is None else _keys_first(v[batch, :, heads])
         dk_HND = None if dk is None else torch.zeros_like(k_HND)
         dv_HNV = None if dv is None else k_HND.new_zeros(*k_HND.shape[:-1], problem.head_dim_v)
-        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
+        per_head = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
         for rows, keys in chunks:
             q_HMD = _fold(q[batch, rows, heads])
+            extras = (*per_head, _bias_of(bias, groups, q.shape[0], batch, heads, rows, keys))
             scores = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
             e_HMN, l_HM = scores.e_HMN, scores.l_HM
             # p = e / l; dividing the short rows of dout by l instead saves a pass over the scores
             dout_HMV = None if dout is None else _fold(dout[batch, rows, heads]) / l_HM
+            if dout is not None and scores.keyless_HM is not None:  # a probability of 0 would keep a NaN
+                dout_HMV.masked_fill_(scores.keyless_HM, 0.0)
             if dv is not None and dout is not None:
                 dv_HNV[:, keys].baddbmm_(e_HMN.mT, dout_HMV)
-            if dq is None and dk is None and owed is None:
+            if dq is None and dk is None and owed is None and dbias is None:
                 continue
             dlse_HM = None if dlse is None else dlse[batch, heads, :, rows].reshape(l_HM.shape)
-            ds_HMN, delta_HM = _score_gradient(scores, dout_HMV, v_HNV[:, keys], dlse_HM)
+            ds_HMN, delta_HM = _score_gradient(scores, dout_HMV, None if v_HNV is None else v_HNV[:, keys], dlse_HM)
+            if dbias is not None:
+                _add_bias_gradient(dbias, ds_HMN.unflatten(0, (-1, k[batch, :, heads].shape[2])), groups[1], batch, heads, rows, keys)
+            if scores.tanh_HMN is not None:
+                ds_HMN.addcmul_(ds_HMN * scores.tanh_HMN, scores.tanh_HMN, value=-1)
             if owed is not None:
                 owed_chunk = owed[batch, heads, :, rows]
-                owed_chunk.copy_((scores.sink_HM / l_HM).mul_(delta_HM).neg_().view(owed_chunk.shape))
+                owed_HM = (scores.sink_HM / l_HM).mul_(delta_HM).neg_()
+                if bias is not None:  # what comes for a row's lse may be anything where neither keys nor a sink have made it
+                    owed_HM.masked_fill_(scores.sink_HM == 0, 0.0)
+                owed_chunk.copy_(owed_HM.view(owed_chunk.shape))
             if dq is not None:
                 dq_HMD = torch.bmm(ds_HMN, k_HND[:, keys]).mul_(problem.softmax_scale)
                 _unfold(dq_HMD, into=dq.unflatten(2, groups)[batch, rows, heads])
@@ -273,7 +293,7 @@ def _dense_backward(
         for grad, grad_HND in ((dk, dk_HND), (dv, dv_HNV)):
             if grad is not None:
                 grad[batch, :, heads] = rearrange(grad_HND, "(b h) n d -> b n h d", h=k[batch, :, heads].shape[2])
-    return dq, dk, dv, None if owed is None else owed.sum(-1).flatten(1)
+    return dq, dk, dv, None if owed is None else owed.sum(-1).flatten(1), None if dbias is None else dbias.to(bias.dtype)
 
 
 def _dense_tangent(
@@ -290,7 +310,7 @@ def _dense_tangent(
     lse_grouped, tlse_grouped = lse.unflatten(1, groups), tlse.unflatten(1, groups)
     for batch, heads, chunks in _blocks(problem, q, k):
         k_HND, v_HNV, tk_HND, tv_HNV = (None if x is None else _keys_first(x[batch, :, heads]) for x in (k, v, tk, tv))
-        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
+        extras = *_extras_of(groups, slopes, sinks, q.shape[0], batch, heads), None
         for rows, keys in chunks:
             q_HMD, tq_HMD = (None if x is None else _fold(x[batch, rows, heads]) for x in (q, tq))
             scores = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
@@ -344,7 +364,7 @@ def _dense_second(
     problem: Problem, needs: tuple[bool, bool, bool, bool], dout: Tensor | None, dlse: Tensor | None, q: Tensor, k: Tensor,
     v: Tensor | None, tq, tk, tv, tsinks, slopes: Tensor | None, sinks: Tensor | None,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    hq, hk, hv, hsinks = _zero_gradients(problem, needs, q, k)
+    hq, hk, hv, hsinks, _ = _zero_gradients(problem, needs, q, k)
     if dout is None and dlse is None:
         return hq, hk, hv, hsinks
     groups = (k.shape[2], problem.group)
@@ -354,7 +374,7 @@ def _dense_second(
         k_HND, v_HNV, tk_HND, tv_HNV = (None if x is None else _keys_first(x[batch, :, heads]) for x in (k, v, tk, tv))
         hk_HND = None if hk is None else torch.zeros_like(k_HND)
         hv_HNV = None if hv is None else k_HND.new_zeros(*k_HND.shape[:-1], problem.head_dim_v)
-        extras = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
+        extras = *_extras_of(groups, slopes, sinks, q.shape[0], batch, heads), None
         for rows, keys in chunks:
             q_HMD, tq_HMD, dout_HMV = (None if x is None else _fold(x[batch, rows, heads]) for x in (q, tq, dout))
             scores = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
@@ -425,11 +445,12 @@ def _rows_of_heads(x: Tensor, rows: slice) -> Tensor:
     return x.flatten(0, 1).float()[..., None].expand(-1, -1, rows.stop - rows.start).reshape(x.shape[0] * x.shape[1], -1, 1)
 
 
-def _zero_gradients(problem: Problem, needs: tuple[bool, bool, bool, bool], q: Tensor, k: Tensor) -> tuple[Tensor | None, ...]:
-    """zeros_like would keep the strides of the inputs, an expanded one's too."""
+def _zero_gradients(problem: Problem, needs: tuple[bool, ...], q: Tensor, k: Tensor) -> tuple[Tensor | None, ...]:
+    """zeros_like would keep the strides of the inputs, an expanded one's too. None for that of a bias, which is not summed in its dtype."""
     *shapes, sinks = (q.shape, k.shape, (*k.shape[:-1], problem.head_dim_v), (q.shape[0] if q.dim() == 4 else 1, q.shape[-2]))
     kinds = [*((shape, q.dtype) for shape in shapes), (sinks, torch.float32)]
-    return tuple(torch.zeros(s, dtype=t, device=q.device) if need else None for (s, t), need in zip(kinds, needs, strict=True))
+    found = (torch.zeros(s, dtype=t, device=q.device) if need else None for (s, t), need in zip(kinds, needs, strict=False))
+    return (*found, None)
 
 
 def _of_sequences(slopes: Tensor | None, sequences: list[int]) -> Tensor | None:
@@ -443,15 +464,34 @@ def _extras_of(groups, slopes: Tensor | None, sinks: Tensor | None, size: int, b
     return slopes, None if sinks is None else sinks.unflatten(0, groups)[heads][..., None]
 
 
+def _bias_of(bias: Tensor | None, groups, size: int, batch: slice, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+    """[b, h, group, rows, keys] of a chunk, as a view; what is shared has size 1 or is expanded."""
+    if bias is None:
+        return None
+    bias = bias.expand(size, groups[0] * groups[1], -1, -1).unflatten(1, groups)[batch, heads]
+    rows, keys = (slice(None) if bias.shape[dim] == 1 else at for dim, at in ((3, rows), (4, keys)))
+    return bias[..., rows, keys]
+
+
+def _add_bias_gradient(dbias: Tensor, ds: Tensor, group: int, batch: slice, heads: slice, rows: slice, keys: slice) -> None:
+    """ds [b, h, (group m), n], summed over what the bias shares."""
+    ds = rearrange(ds, "b h (g m) n -> b (h g) m n", g=group)
+    shared = [dim for dim, size in enumerate(dbias.shape) if size == 1]
+    heads = slice(heads.start * group, heads.stop * group)
+    at = [slice(None) if size == 1 else place for size, place in zip(dbias.shape, (batch, heads, rows, keys), strict=True)]
+    dbias[tuple(at)] += ds.sum(shared, keepdim=True) if shared else ds
+
+
 class _Scores(NamedTuple):
     """e = e^(s - m) with 0 where masked, the maximum m and the sum l of e of each row: p = e / l and lse = m + ln l. sink: e^(sink - m),
-    in l too. tanh: of a softcap."""
+    in l too. tanh: of a softcap. keyless: with a bias, rows that it leaves no key; where there is no sink either, l is 1 and m -inf."""
 
     e_HMN: Tensor
     m_HM: Tensor
     l_HM: Tensor
     sink_HM: Tensor | None
     tanh_HMN: Tensor | None
+    keyless_HM: Tensor | None
 
 
 def _exp_scores(
@@ -460,11 +500,11 @@ def _exp_scores(
     """The scale is applied to s - m, not to the scores: large scores that are close to each other then lose nothing by it. Only its sign
     has to be known earlier, for the maximum; but what is added to scores, or compared with them, is in their units. e is taken as a power
     of 2 because the exp of the math library under torch is up to 70 times slower where the result underflows, and masked scores do nothing
-    else. Every row here has a key, so l is at least 1.
+    else. Every row here has a key, so l is at least 1, unless a bias takes all of them away.
     """
-    slopes, sinks = extras
+    slopes, sinks, bias = extras
     scale, tanh_HMN, sink_HM = problem.softmax_scale, None, None
-    in_units = problem.alibi or problem.sinks
+    in_units = problem.alibi or problem.sinks or bias is not None
     factor, magnitude = (math.copysign(1.0, scale), abs(scale)) if scale else (0.0, 1.0)
     if problem.softcap:
         factor, magnitude = problem.inner, problem.softcap
@@ -481,6 +521,9 @@ def _exp_scores(
     if slopes is not None:
         distance = row + aligned - torch.arange(keys.start, keys.stop, device=q_HMD.device)
         s_grouped.addcmul_(slopes, distance.abs().float(), value=-1)
+    if bias is not None:
+        s_bhgmn = s_grouped.unflatten(0, bias.shape[:2])
+        s_bhgmn.masked_fill_(~bias, -math.inf) if bias.dtype == torch.bool else s_bhgmn.add_(bias)
     i = row + diagonal
     # only the columns that some row of the chunk may not see: at either end, about as many as the chunk has rows
     if problem.window_right is not None:
@@ -492,17 +535,24 @@ def _exp_scores(
         j = torch.arange(keys.start, max(keys.start, last), device=q_HMD.device)
         s_grouped[..., : len(j)].masked_fill_(j < i - problem.window_left, -math.inf)
     m_HM = s_HMN.amax(dim=-1, keepdim=True)
+    keyless_HM = None if bias is None else m_HM == -math.inf
     if sinks is not None:
         m_grouped = m_HM.view(-1, *sinks.shape[:-1], len(row))  # [b, h, group, m]
         m_HM = torch.maximum(m_grouped, sinks).view(m_HM.shape)
+    if bias is not None:
+        m_HM = m_HM.masked_fill(m_HM == -math.inf, 0.0)
+    if sinks is not None:
         sink_HM = torch.exp(sinks - m_HM.view(m_grouped.shape)).view(m_HM.shape)
     e_HMN = s_HMN.sub_(m_HM).mul_(magnitude * LOG2_E).exp2_()
     l_HM = e_HMN.sum(dim=-1, keepdim=True)
-    return _Scores(e_HMN, m_HM * magnitude, l_HM if sink_HM is None else l_HM + sink_HM, sink_HM, tanh_HMN)
+    l_HM = l_HM if sink_HM is None else l_HM + sink_HM
+    if bias is not None:
+        m_HM, l_HM = m_HM.masked_fill(l_HM == 0, -math.inf), l_HM.masked_fill(l_HM == 0, 1.0)
+    return _Scores(e_HMN, m_HM * magnitude, l_HM, sink_HM, tanh_HMN, keyless_HM)
 
 
 def _score_gradient(scores: _Scores, dout_HMV: Tensor | None, v_HNV: Tensor, dlse_HM: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(ds, delta): ds = p (dp - delta), times 1 - tanh^2 under a softcap, with p = e / l and dout already divided by l."""
+    """(ds, delta): ds = p (dp - delta), not yet times the 1 - tanh^2 of a softcap, with p = e / l and dout already divided by l."""
     if dout_HMV is None:
         ds_HMN, delta_HM = scores.e_HMN.mul_(dlse_HM / scores.l_HM), -dlse_HM
     else:
@@ -511,8 +561,8 @@ def _score_gradient(scores: _Scores, dout_HMV: Tensor | None, v_HNV: Tensor, dls
         if dlse_HM is not None:
             delta_HM -= dlse_HM
         ds_HMN = p_dp_HMN.addcmul_(scores.e_HMN, delta_HM / scores.l_HM, value=-1)
-    if scores.tanh_HMN is not None:
-        ds_HMN.addcmul_(ds_HMN * scores.tanh_HMN, scores.tanh_HMN, value=-1)
+    if scores.keyless_HM is not None:
+        ds_HMN.masked_fill_(scores.keyless_HM, 0.0)
     return ds_HMN, delta_HM
 
 

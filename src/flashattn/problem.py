@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 DTYPES = ("float16", "bfloat16", "float32")
+BIAS_ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
 LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-120, 2.0**64
 MOST_INNER = 2.0**126
@@ -27,6 +28,8 @@ class Problem:
     top_left: the diagonal is j = i; otherwise j = i + seqlen_k - seqlen_q (of each sequence).
     aligned: every row of q, k and v starts at a multiple of 16 bytes and no dimension is expanded: what Hopper's copy engine can address.
     softcap: see `canonical_softcap`. alibi, sinks: whether there are such tensors.
+    bias: dtype of the additive bias, "bool" of a mask; None without. bias_dims: the dimensions along which it differs, of "bhqk" (batch
+    entries, query heads, queries, keys); those of size 1 and expanded ones are left out.
     device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
     """
 
@@ -54,6 +57,8 @@ class Problem:
     softcap: float = 0.0
     alibi: bool = False
     sinks: bool = False
+    bias: str | None = None
+    bias_dims: str = ""
 
     @property
     def group(self) -> int:
@@ -68,6 +73,12 @@ class Problem:
     @property
     def itemsize(self) -> int:
         return 4 if self.dtype == "float32" else 2
+
+    @property
+    def bias_bytes(self) -> int:
+        """Of memory that the bias has, each number once; 0 without."""
+        sizes = {"b": self.batch, "h": self.heads_q, "q": self.seqlen_q, "k": self.seqlen_k}
+        return math.prod(sizes[dim] for dim in self.bias_dims) * BIAS_ITEMSIZE[self.bias] if self.bias else 0
 
     def diagonal(self) -> int:
         """Column of the diagonal in query row 0 (dense calls; in packed ones each sequence has its own)."""

@@ -96,22 +96,25 @@ def attention_reference(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    bias: Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j,   p_ij = e^(s_ij - lse_i),   lse_i = ln (e^sink + sum_j e^(s_ij))   over the kept keys j, where
 
-        s_ij = softcap tanh(scale q_i . k_j / softcap) - slope |i + seqlen_k - seqlen_q - j|
+        s_ij = softcap tanh(scale q_i . k_j / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias_ij
 
-    A row without keys gives out 0, lse -inf (or its sink) and exactly zero gradients in q, k and v.
+    A row without keys gives out 0, lse -inf (or its sink) and exactly zero gradients in q, k, v and bias; a key whose bias is -inf, or
+    False, is none.
 
     q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, head_dim_v]; with
     layout="bhsd" the two middle dimensions are swapped. Query head h reads key/value head h // (heads_q // heads_kv).
     causal: False, True (bottom-right) or "top-left"; window: (left, right), see `keep_mask`. softmax_scale: default 1 / sqrt(head_dim).
-    softcap: None or 0 for none. alibi_slopes: [heads_q] or [batch, heads_q], None for 0. sinks: [heads_q], None for -inf.
+    softcap: None or 0 for none. alibi_slopes: [heads_q] or [batch, heads_q], None for 0. sinks: [heads_q], None for -inf. bias: broadcast
+    to [batch, heads_q, seqlen_q, seqlen_k]; of booleans True is 0 and False -inf; None for 0.
     Returns out [batch, seqlen_q, heads_q, head_dim_v] (in the order of `layout`) and with return_lse also lse, natural logarithm,
-    [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed but the distance times its slope, and both are
-    differentiable any number of times.
+    [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed but the distance times its slope and the sum with
+    a bias, which are rounded to it; both are differentiable any number of times.
 
     Sources: Vaswani et al., Attention Is All You Need (2017), section 3.2.1; Gemma Team, Gemma 2 (2024), section 2, for the softcap; Press
     et al., Train Short, Test Long (2021), section 3, for the slopes; Xiao et al., Efficient Streaming Language Models with Attention Sinks
@@ -126,30 +129,44 @@ def attention_reference(
     scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
 
     keep = keep_mask(q.shape[1], k.shape[1], causal=causal, window=window, device=q.device)
-    empty = ~keep.any(dim=-1)
-    scores = attention_scores(q, k, scale, softcap=softcap, alibi_slopes=alibi_slopes).masked_fill(~keep, -math.inf)
-    nothing = empty[:, None]  # neither a key nor a sink
+    attended = keep if bias is None else keep & (bias if bias.dtype == torch.bool else bias != -math.inf)
+    empty = ~attended.any(dim=-1)  # [seqlen_q], or with a bias [..., seqlen_q] of as many dimensions as it has
+    scores = attention_scores(q, k, scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias).masked_fill(~keep, -math.inf)
+    nothing = empty[..., None]  # neither a key nor a sink
     if sinks is not None:  # one more key, of value 0
         column = repeat(sinks.to(q.dtype), "h -> b h i 1", b=q.shape[0], i=q.shape[1])
         nothing = nothing & (column == -math.inf)
         scores = torch.cat([scores, column], dim=-1)
     scores = scores.masked_fill(nothing, 0.0)
     p = scores.softmax(dim=-1)[..., : k.shape[1]]
-    out = einsum(p, v, "b h i j, b j h e -> b i h e").masked_fill(empty[:, None, None], 0.0)
+    out = einsum(p, v, "b h i j, b j h e -> b i h e").masked_fill(_rows_first(empty), 0.0)
     if layout == "bhsd":
         out = rearrange(out, "b s h e -> b h s e")
     if not return_lse:
         return out
-    return out, scores.logsumexp(dim=-1).masked_fill(nothing.squeeze(-1), -math.inf)
+    # the gradient of logsumexp is e^(s - lse), which of large scores is no softmax: shifted, they aren't large
+    peak = scores.detach().amax(dim=-1, keepdim=True) if scores.shape[-1] else scores.new_zeros(())
+    peak = torch.where(peak.isfinite(), peak, 0.0)
+    lse = (scores - peak).logsumexp(dim=-1) + peak.squeeze(-1)
+    return out, lse.masked_fill(nothing.squeeze(-1), -math.inf)
 
 
-def attention_scores(q: Tensor, k: Tensor, scale: float, *, softcap: float | None = None, alibi_slopes: Tensor | None = None) -> Tensor:
+def _rows_first(empty: Tensor) -> Tensor:
+    """[..., heads, seqlen_q] or [seqlen_q], to broadcast with [batch, seqlen_q, heads, dim]."""
+    return (empty[None] if empty.dim() == 1 else empty).transpose(-1, -2)[..., None]
+
+
+def attention_scores(
+    q: Tensor, k: Tensor, scale: float, *, softcap: float | None = None, alibi_slopes: Tensor | None = None, bias: Tensor | None = None
+) -> Tensor:
     """s_ij [batch, heads, seqlen_q, seqlen_k] of q [batch, seqlen_q, heads, head_dim] and k with as many heads; no mask. As above."""
     scores = einsum(q, k, "b i h d, b j h d -> b h i j") * scale
     if softcap:
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = (scores - alibi_slopes[..., None, None] * distances(q.shape[1], k.shape[1], q.device)).to(q.dtype)
+    if bias is not None:
+        scores = scores.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else (scores + bias).to(q.dtype)
     return scores
 
 

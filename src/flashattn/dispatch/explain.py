@@ -54,7 +54,7 @@ class Explanation:
         ]
         if p.window_left is not None or p.window_right is not None:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
-        variants = [f"softcap {p.softcap:g}"] * bool(p.softcap) + ["ALiBi"] * p.alibi + ["sinks"] * p.sinks
+        variants = [f"softcap {p.softcap:g}"] * bool(p.softcap) + ["ALiBi"] * p.alibi + _bias_of(p) + ["sinks"] * p.sinks
         lines += [f"  scores with {', '.join(variants)}"] if variants else []
         choices = [(f"kernel of the {direction}", kernel, self.passed_over[direction]) for direction, kernel in self.kernels.items()]
         (_, forward, why), (_, backward, why_backward), (_, tangent, _) = choices
@@ -85,6 +85,15 @@ class Explanation:
             share = f", {most}{bound.share(ms / 1e3):.1%} of that roofline" if bound else ""
             lines.append(f"    measured: {ms * 1e3:.4g} us, {most}{self.flops[name] / ms / 1e9:.4g} TFLOP/s{share}")
         return lines
+
+
+def _bias_of(problem: Problem) -> list[str]:
+    """A bias by its dtype and dimensions, with 1 for those that share it."""
+    if not problem.bias:
+        return []
+    names = zip("bhqk", ("batch", "heads", "seqlen_q", "seqlen_k"), strict=True)
+    dims = ", ".join(name if dim in problem.bias_dims else "1" for dim, name in names)
+    return [f"{'mask' if problem.bias == 'bool' else f'bias {problem.bias}'} [{dims}]"]
 
 
 def _units(number: int, unit: str) -> str:

@@ -80,12 +80,17 @@ def portable_reasons(problem: Problem, direction: str) -> list[str]:
 
 def _kinds(problem: Problem) -> tuple[str, ...]:
     """Which special rows serve a problem, the last first: "padded" head dims are no power of two, rows of "unaligned" ones start at no
-    multiple of 16 bytes; an "open" problem masks nothing and groups no heads."""
+    multiple of 16 bytes; an "open" problem masks nothing and groups no heads; a "biased" one has a bias."""
+    biased = ("biased",) * bool(problem.bias)
     dims, lengths = (problem.head_dim, problem.head_dim_v), (problem.seqlen_q, problem.seqlen_k)
     if any(padded_head_dim(dim) != dim for dim in dims):
-        return ("padded", "unaligned") if any(dim * problem.itemsize % 16 for dim in dims) else ("padded",)
+        return (*biased, "padded", "unaligned") if any(dim * problem.itemsize % 16 for dim in dims) else (*biased, "padded")
     masked = problem.varlen or (problem.window_left, problem.window_right) != (None, None) or any(length % 128 for length in lengths)
-    return () if masked or problem.group > 1 else ("open",)
+    return biased if masked or problem.group > 1 or biased else ("open",)
+
+
+def has_bias_gradient(problem: Problem) -> bool:
+    return problem.bias not in (None, "bool")
 
 
 def portable_rows(problem: Problem) -> dict[str, Config]:
@@ -95,7 +100,7 @@ def portable_rows(problem: Problem) -> dict[str, Config]:
     found = {}
     for wanted in (key, *((*key, kind) for kind in _kinds(problem))):
         found |= {name: row for (name, *rest), row in rows.items() if tuple(rest) == wanted}
-    names = ("forward", "tangent", "delta", *(("dk", "dv") if "dk" in found else ("dkdv",)), "dq")
+    names = ("forward", "tangent", "delta", *(("dk", "dv") if "dk" in found else ("dkdv",)), "dq", *has_bias_gradient(problem) * ("dbias",))
     return {name: found[name] for name in names}
 
 
@@ -128,6 +133,8 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
     if problem.alibi and problem.top_left:
         found.append("ALiBi beside a top-left diagonal: it counts both from one diagonal")
+    if problem.bias:
+        found.append("an additive bias or mask")
     if not problem.aligned:
         found.append("TMA can't address rows that aren't aligned to 16 bytes, nor expanded dimensions")
     if problem.head_dim_v % 8:

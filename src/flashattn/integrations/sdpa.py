@@ -30,8 +30,8 @@ MAX_HEAD_DIM = 256
 
 def _why_not(query, key, value, attn_mask, dropout_p) -> str | None:
     """What of a call isn't implemented; None if all is."""
-    if attn_mask is not None:
-        return "attn_mask"
+    if attn_mask is not None and (not isinstance(attn_mask, Tensor) or attn_mask.dtype not in (torch.bool, *DTYPES)):
+        return "attn_mask that is no tensor" if not isinstance(attn_mask, Tensor) else f"attn_mask of {attn_mask.dtype}"
     if dropout_p != 0:
         return f"dropout_p={dropout_p}"
     for name, x in (("query", query), ("key", key), ("value", value)):
@@ -46,8 +46,21 @@ def _why_not(query, key, value, attn_mask, dropout_p) -> str | None:
     return None
 
 
-def _same_leading(query, key, value, enable_gqa: bool) -> tuple[torch.Size, list[Tensor]]:
-    """(leading dimensions of the result, the tensors as [batch, heads, rows, dim]), broadcast as matmul would, by views where possible."""
+def _bias(mask: Tensor, batch: torch.Size, heads: int, rows: int, keys: int) -> Tensor:
+    """The mask as `attention` takes it, by views where possible: copied only where it differs along some of several batch dimensions."""
+    whole = (*batch, heads, rows, keys)
+    given = (1,) * (len(whole) - mask.dim()) + tuple(mask.shape)
+    if len(given) != len(whole) or any(size not in (1, full) for size, full in zip(given, whole, strict=True)):
+        raise ValueError(f"attn_mask has shape {tuple(mask.shape)}: expected what broadcasts to {whole}")
+    mask = mask.view(given) if mask.dim() < len(given) else mask
+    if all(size == 1 for size in given[:-3]):
+        return mask.view(1, *given[-3:]) if len(given) < 4 else mask[(0,) * (len(given) - 4)]
+    return mask.expand(*batch, -1, -1, -1).flatten(0, -4) if len(batch) > 1 else mask
+
+
+def _same_leading(query, key, value, enable_gqa: bool) -> tuple[torch.Size, list[Tensor], torch.Size]:
+    """(leading dimensions of the result, the tensors as [batch, heads, rows, dim], all batch dimensions), broadcast as matmul would, by
+    views where possible."""
     tensors = [x[(None,) * max(0, 3 - x.dim())] for x in (query, key, value)]
     heads = [x.shape[-3] for x in tensors]
     if not enable_gqa:
@@ -72,7 +85,7 @@ def _same_leading(query, key, value, enable_gqa: bool) -> tuple[torch.Size, list
         count *= size
     flat = [x.reshape(count, *x.shape[-3:]) for x in tensors]
     leading = (*batch, heads[0]) if max(x.dim() for x in (query, key, value)) > 2 else ()
-    return torch.Size(leading), flat
+    return torch.Size(leading), flat, torch.Size(batch)
 
 
 def scaled_dot_product_attention(
@@ -91,8 +104,9 @@ def scaled_dot_product_attention(
         query: ``[..., heads, seqlen_q, head_dim]``; float16, bfloat16 or float32, any strides. Leading dimensions broadcast; those of a
             tensor with fewer than three are left out.
         key, value: ``[..., heads_kv, seqlen_k, head_dim]`` and ``[..., heads_kv, seqlen_k, head_dim_v]``.
-        attn_mask: only None; a mask raises NotImplementedError. A causal one is `is_causal`; windows, padding and documents are options of
-            `flashattn.attention` and `attention_varlen`.
+        attn_mask: what broadcasts to ``[..., heads, seqlen_q, seqlen_k]``, any strides: bool, True attends, or float16, bfloat16 or
+            float32 whatever query has, added to the scores and differentiable. None is none. Where `is_causal`, or an option of
+            `flashattn.attention` and `attention_varlen` (windows, padding, documents), says the same, it is faster: nothing is read.
         dropout_p: only 0.0; more raises NotImplementedError.
         is_causal: query i sees keys j <= i, aligned top-left whatever the lengths. Default False.
         scale: of the scores; None, the default, is 1 / sqrt(head_dim).
@@ -102,7 +116,7 @@ def scaled_dot_product_attention(
         ``[..., heads, seqlen_q, head_dim_v]`` in the dtype of query.
 
     Raises:
-        NotImplementedError: what is missing, by its name: attn_mask, dropout_p, float64, a last dimension over 256, nested tensors.
+        NotImplementedError: what is missing, by its name: dropout_p, float64, a last dimension over 256, nested tensors.
         ValueError, TypeError: as `flashattn.attention`, whose words they are; torch raises RuntimeError.
 
     Differences: a row without keys gives 0; the memory behind the result has heads next to dims, whatever the strides of query.
@@ -112,8 +126,9 @@ def scaled_dot_product_attention(
     missing = _why_not(query, key, value, attn_mask, dropout_p)
     if missing is not None:
         refuse(missing, "use torch.nn.functional.scaled_dot_product_attention for it, as `routed` does")
-    leading, tensors = _same_leading(query, key, value, bool(enable_gqa))
-    out = attention(*tensors, causal="top-left" if is_causal else False, softmax_scale=scale, layout="bhsd")
+    leading, tensors, batch = _same_leading(query, key, value, bool(enable_gqa))
+    bias = None if attn_mask is None else _bias(attn_mask, batch, tensors[0].shape[1], query.shape[-2], key.shape[-2])
+    out = attention(*tensors, causal="top-left" if is_causal else False, softmax_scale=scale, bias=bias, layout="bhsd")
     return out.reshape(*leading, *out.shape[-2:])
 
 
@@ -121,9 +136,9 @@ def scaled_dot_product_attention(
 def routed():
     """Within it, torch.nn.functional.scaled_dot_product_attention is this module's, and torch's own for what this doesn't implement.
 
-    Gives a `Counter` of what became of the calls: {"flashattn": calls, "attn_mask": calls left to torch because of it, ...}; those inside
-    of a compiled graph are not counted. Of nested ones the inner one takes the calls. nn.MultiheadAttention goes through it in training
-    mode; its fast path for inference, in C++, doesn't.
+    Gives a `Counter` of what became of the calls: {"flashattn": calls, "dropout_p=0.1": calls left to torch because of it, ...}; those
+    inside of a compiled graph are not counted. Of nested ones the inner one takes the calls. nn.MultiheadAttention goes through it in
+    training mode; its fast path for inference, in C++, doesn't.
     """
     original, seen = functional.scaled_dot_product_attention, Counter()
 

@@ -7,8 +7,11 @@ Dense, causal and bidirectional attention, grouped heads, sliding windows, softc
 packed in a row (found by their position_ids, or told by cu_seq_lens_q and cu_seq_lens_k), and caches of keys. On a CPU it runs too, in
 plain PyTorch. Rows of padding get 0 where the attention is causal; "eager" has some number there.
 
-What has no meaning here raises NotImplementedError by its name and never goes to another implementation: dropout in attention, masks of 4
-dimensions, position_bias, and mask functions beyond causal, bidirectional, windows and packing. Attention weights are never returned.
+Masks of 4 dimensions, of booleans or added, and the position_bias of T5 and its kin, with its gradient, are the bias of `attention`; and a
+mask function beyond causal, bidirectional, windows and packing becomes a mask of booleans, [batch, 1, queries, keys].
+
+What has no meaning here raises NotImplementedError by its name and never goes to another implementation: dropout in attention, head masks,
+block tables. Attention weights are never returned.
 
 The surprising fact: Transformers takes every name with "flash" in it for a build of flash-attn, loads it from a hub, and lets models refuse
 it. `register` therefore also puts an entry before that check.
@@ -51,21 +54,22 @@ def mask(
     batch_size: int, q_length: int, kv_length: int, q_offset=0, kv_offset: int = 0, mask_function=None, attention_mask=None,
     use_vmap: bool = False, device=None, **kwargs,
 ) -> Tensor | None:  # fmt: skip
-    """The mask that layers get: bool [batch, rows_k], which of their first rows_k keys count; None if all do. Made once a model's forward.
+    """The mask that layers get: bool [batch, rows_k], which of their first rows_k keys count; None if all do; bool [batch, 1, q_length,
+    kv_length] where the mask function is none of MASKS. Made once a model's forward.
 
     Transformers' arguments: what the rows are (q_offset, kv_offset: the first one's position), the function that tells pairs, which is the
     layers' own business, and the mask of the caller, bool [batch, positions].
     """
-    if use_vmap:
-        refuse("a mask function of a model's own (or_mask_function, and_mask_function)", OTHERS)
-    if not torch.compiler.is_compiling():
-        parts = _parts(mask_function)
-        if unknown := parts - MASKS:
-            refuse(f"a mask made of {', '.join(sorted(unknown))}", OTHERS)
-        if attention_mask is None and "causal_mask_function" in parts:
-            filled = int(q_offset) + q_length - kv_offset
-            if filled < kv_length:  # a cache of a fixed size
-                return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
+    parts = set() if torch.compiler.is_compiling() else _parts(mask_function)
+    if use_vmap or parts - MASKS:  # a model's own (or_mask_function, and_mask_function) or one not known here
+        from transformers.masking_utils import sdpa_mask
+
+        whole = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False, "use_vmap": use_vmap, "device": device}
+        return sdpa_mask(batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, **whole)
+    if attention_mask is None and "causal_mask_function" in parts:
+        filled = int(q_offset) + q_length - kv_offset
+        if filled < kv_length:  # a cache of a fixed size
+            return torch.ones(batch_size, filled, dtype=torch.bool, device=device)
     if attention_mask is None:
         return None
     kept = attention_mask[:, kv_offset : kv_offset + kv_length].bool()
@@ -81,26 +85,42 @@ def _packed(query, key, value, queries: Rows, keys: Rows, limits: dict, options:
     return queries.put(found, query.shape[0], query.shape[2])
 
 
+def _bias(position_bias: Tensor | None, attention_mask: Tensor | None, rows_k: int) -> Tensor | None:
+    """Both in one for the first rows_k keys; attention_mask: bool [batch, keys], or of 4 dimensions, bool or added."""
+    bias = None if position_bias is None else position_bias[..., :rows_k]
+    if attention_mask is None:
+        return bias
+    mask = attention_mask[..., :rows_k]
+    mask = mask[:, None, None] if mask.dim() == 2 else mask
+    if bias is None:
+        return mask
+    return bias.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else bias + mask
+
+
 def forward(
     module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, dropout: float = 0.0, scaling: float | None = None,
     sliding_window: int | None = None, softcap: float | None = None, is_causal: bool | None = None, s_aux: Tensor | None = None,
     position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None, max_length_q=None,
-    max_length_k=None, deterministic: bool | None = None, **kwargs,
+    max_length_k=None, deterministic: bool | None = None, position_bias: Tensor | None = None, **kwargs,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What a layer calls: [batch, heads, rows, dim] tensors in, ([batch, rows, heads, dim], None) out.
 
     attention_mask: what `mask` gave. sliding_window: keys that a causal query sees, itself among them, or those on each side and itself.
-    s_aux: sinks, one a head. The rest as in Transformers' own implementations.
+    s_aux: sinks, one a head. position_bias: what broadcasts to [batch, heads, rows_q, rows_k], added to scores. The rest as in
+    Transformers' own implementations.
     """
-    refuse_given(dropout=dropout, **{name: kwargs.get(name) for name in ("position_bias", "head_mask", "block_table")})
+    refuse_given(dropout=dropout, **{name: kwargs.get(name) for name in ("head_mask", "block_table")})
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
     options = {"causal": causal, "window": window, "softmax_scale": scaling, "deterministic": bool(deterministic)}
     options |= wanted(attention, softcap=softcap, sinks=s_aux)
     batch, _, rows_q, _ = query.shape
-    if attention_mask is not None:
+    if attention_mask is not None and attention_mask.dim() == 4:  # says all that there is to say
+        options |= {"causal": False, "window": None, "bias": _bias(position_bias, attention_mask, key.shape[2])}
+    elif attention_mask is not None:
         if attention_mask.dim() != 2:
-            refuse(f"a mask of shape {tuple(attention_mask.shape)}", f"pass one of [batch, keys], or {OTHERS}")
+            shapes = "[batch, keys] or [batch, heads, queries, keys]"
+            refuse(f"a mask of shape {tuple(attention_mask.shape)}", f"pass one of {shapes}, or {OTHERS}")
         rows_k = attention_mask.shape[1]
         if rows_k > key.shape[2]:
             raise ValueError(f"attention_mask has shape {tuple(attention_mask.shape)} and the layer {key.shape[2]} keys: expected no more")
@@ -108,17 +128,21 @@ def forward(
         aligned = causal or window is not None  # then the queries are the last of these rows
         if aligned and (rows_q > rows_k or (not causal and rows_q != rows_k)):
             refuse(f"a window between {rows_q} queries and {rows_k} padded keys")
-        sides = rows_of_mask(attention_mask, rows_q, aligned)
+        sides = None if position_bias is not None else rows_of_mask(attention_mask, rows_q, aligned)
         if sides is not None:
             return _packed(query, key, value, *sides, {}, options), None
     elif cu_seq_lens_q is not None and cu_seq_lens_k is not None:
+        refuse_given(**{"position_bias of packed sequences": position_bias})
         limits = {"max_seqlen_q": max_length_q, "max_seqlen_k": max_length_k}
         return _packed(query, key, value, Rows(None, cu_seq_lens_q), Rows(None, cu_seq_lens_k), limits, options), None
     elif causal and position_ids is not None and position_ids.dim() == 2 and 1 < rows_q == key.shape[2] == position_ids.shape[1]:
         cu_seqlens = cu_seqlens_of_positions(position_ids, batch)
         if cu_seqlens is not None:
+            refuse_given(**{"position_bias of packed sequences": position_bias})
             side = Rows(None, cu_seqlens)
             return _packed(query, key, value, side, side, {}, options), None
+    if position_bias is not None and "bias" not in options:
+        options["bias"] = _bias(position_bias, attention_mask, key.shape[2])
     return attention(query, key, value, layout="bhsd", **options).transpose(1, 2), None
 
 

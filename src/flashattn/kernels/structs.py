@@ -32,17 +32,24 @@ class Seqlens(NamedTuple):
 class Extras(NamedTuple):
     """What scores take besides the products, in float32. Unused members are None, which leaves the kernel without any as it was.
 
-    inner: factor of the products, signed: scale / softcap with a softcap; otherwise, with ALiBi, scale * log2 e. slopes: of ALiBi, in
-    natural units, a pointer to [heads_q] (slopes_stride_b 0) or [batch, heads_q] (heads_q); what `score` is given has the slope of a head
-    there instead, a number in base 2: Extras(extras.inner, slope_of_head(...), None, None, extras.cap_log2). sinks: a pointer to [heads_q],
-    in natural units, read by the forward alone. cap_log2: softcap * log2 e, where there are both a softcap and ALiBi.
+    inner: factor of the products, signed: scale / softcap with a softcap; otherwise, with ALiBi, scale * log2 e, and with a bias scale.
+    slopes: of ALiBi, in natural units, a pointer to [heads_q] (slopes_stride_b 0) or [batch, heads_q] (heads_q); what `score` is given has
+    the slope of a head there instead, a number in the units of scores: Extras(extras.inner, slope_of_head(...), None, None, extras.cap).
+    sinks: a pointer to [heads_q], in natural units, read by the forward alone. cap: the softcap in the units of scores, where something is
+    added to what it bounds. bias: a pointer to [batch, heads_q, rows of q, rows of k] with strides in elements, 0 for what is shared; what
+    a loop is given starts at its head (`bias_of_head`) and has no stride_b and stride_h. A mask of booleans comes as bytes.
     """
 
     inner: object = None
     slopes: object = None
     slopes_stride_b: object = None
     sinks: object = None
-    cap_log2: object = None
+    cap: object = None
+    bias: object = None
+    bias_stride_b: object = None
+    bias_stride_h: object = None
+    bias_stride_m: object = None
+    bias_stride_n: object = None
 
 
 class Spec(NamedTuple):
@@ -53,7 +60,7 @@ class Spec(NamedTuple):
     right: bool  # the window has a right limit (causal: 0)
     top_left: bool
     ragged: bool  # the walked side may end inside a tile
-    sign: int  # of the softmax scale; 1 with a softcap or ALiBi, where `Extras.inner` has it
+    sign: int  # of the softmax scale; 1 with a softcap, ALiBi or a bias, where `Extras.inner` has it
     prescaled: bool  # plain float32: the scale goes into an operand, and then the largest probability of a row is exactly 1
     tf32: bool
     grouped: bool  # several query heads share a key/value head; False in a forward, which doesn't ask
@@ -64,6 +71,7 @@ class Spec(NamedTuple):
     alibi: bool = False
     sinks: bool = False  # False in a backward, where lse says it all
     scores_move: bool = False  # q or k has a tangent
+    bias: int = 0  # none, or ADDED or KEPT of common/score.py: scores are then in natural units, others' in base 2
 
 
 class Tile(NamedTuple):

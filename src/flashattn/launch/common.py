@@ -8,10 +8,13 @@ from contextlib import nullcontext
 
 import torch
 
-from ..kernels.structs import Extras, Spec, View
+from ..dispatch.table import padded_head_dim
+from ..kernels.common.score import ADDED, KEPT
+from ..kernels.structs import Extras, Spec, Tile, View
 from ..problem import Problem
 
 WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
+LOOKED_AT = 1 << 24  # numbers of a bias at a time
 SMALLEST_SCALE = 2.0**-120  # what the GPU may flush to 0 is 0
 LOG2_E = math.log2(math.e)
 
@@ -35,7 +38,7 @@ def view_of(tensor) -> View:
 
 def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_dv=False) -> Spec:
     """The variant to compile. Nothing in a forward depends on `grouped`, nor in a backward on `sinks`: there they say nothing."""
-    plain = not problem.softcap and not problem.alibi
+    plain = not problem.softcap and not problem.alibi and not problem.bias
     return Spec(
         varlen=problem.varlen,
         left=problem.window_left is not None,
@@ -51,7 +54,28 @@ def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_d
         softcap=bool(problem.softcap),
         alibi=problem.alibi,
         sinks=forward and problem.sinks,
+        bias=0 if not problem.bias else KEPT.value if problem.bias == "bool" else ADDED.value,
     )
+
+
+def tile_of(problem: Problem, config, *views: View) -> Tile:
+    """The tile, with both head dims padded alike unless every row starts at a multiple of 16 bytes.
+
+    Loaded element by element, values narrower than the keys (head dims 113 and 24, or an odd storage offset) give wrong products on
+    Hopper under Triton 3.6.0: a compiler fault, not seen with equal widths.
+    """
+    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
+    block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
+    vector = 16 // problem.itemsize
+    starts = [number for view in views for number in (view.ptr.data_ptr() // problem.itemsize, *view[1:])]
+    align = math.gcd(vector, *starts)
+    if align < vector:
+        block_d = block_dv = max(block_d, block_dv)
+    return Tile(config.block_m, config.block_n, head_dim, head_dim_v, block_d, block_dv, align)
+
+
+def options_of(config) -> dict:
+    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
 
 
 def totals(problem: Problem) -> tuple[int, int]:
@@ -60,6 +84,8 @@ def totals(problem: Problem) -> tuple[int, int]:
 
 def scale_log2(problem: Problem) -> float:
     """The factor of raw scores: see kernels/common/score.py."""
+    if problem.bias:
+        return LOG2_E
     if problem.alibi:
         return 1.0
     scale = problem.softcap or abs(problem.softmax_scale)
@@ -72,17 +98,29 @@ def tangent_scale(problem: Problem) -> float:
     return problem.softmax_scale / scale_log2(problem) if prescaled else problem.softmax_scale
 
 
-def extras_of(problem: Problem, slopes, sinks=None) -> Extras:
-    """slopes and sinks are float32 and contiguous, or None."""
-    inner = cap_log2 = stride = None
+def extras_of(problem: Problem, slopes, sinks=None, bias=None) -> Extras:
+    """slopes and sinks are float32 and contiguous, or None; bias as `as_bytes` gives it."""
+    inner = cap = stride = None
+    unit = 1.0 if problem.bias else LOG2_E
     if problem.softcap:
         inner = problem.inner
-    elif problem.alibi:
-        inner = problem.softmax_scale * LOG2_E
+    elif problem.alibi or problem.bias:
+        inner = problem.softmax_scale * unit
     if problem.alibi:
         stride = problem.heads_q if slopes.dim() == 2 else 0
-        cap_log2 = problem.softcap * LOG2_E if problem.softcap else None
-    return Extras(inner, slopes, stride, sinks, cap_log2)
+    if problem.softcap and (problem.alibi or problem.bias):
+        cap = problem.softcap * unit
+    return Extras(inner, slopes, stride, sinks, cap, bias, *([None] * 4 if bias is None else bias_strides(bias)))
+
+
+def bias_strides(bias) -> list[int]:
+    """Of batch entries, heads, rows and keys; 0 for what has size 1."""
+    return [0 if size == 1 else stride for size, stride in zip(bias.shape, bias.stride(), strict=True)]
+
+
+def as_bytes(bias):
+    """A mask of booleans as what kernels load; another bias, or none, as it is."""
+    return bias.view(torch.uint8) if bias is not None and bias.dtype == torch.bool else bias
 
 
 def lanes_and_slots(problem: Problem, block: int, over_keys: bool = False) -> tuple[int, int]:
@@ -114,23 +152,26 @@ def results(problem: Problem, q):
 
 
 def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> bool:
-    """A dense diagonal tells. Packed lengths are on the GPU, so any limit may leave a row nothing, unless one tensor serves both sides.
+    """A bias may leave any row nothing, else a dense diagonal tells. Packed lengths are on the GPU, so any limit may leave a row nothing,
+    unless one tensor serves both sides.
 
     Rows of sequences without any key count only where there are sinks: no tile visits them, but the gradient of the sinks sums over them.
     """
     if problem.varlen:
         limited = problem.sinks or problem.window_left is not None or problem.window_right is not None
         return limited and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr()
-    if problem.sinks and not problem.seqlen_k:
+    if problem.bias or (problem.sinks and not problem.seqlen_k):
         return True
     limit = problem.window_left if problem.top_left else problem.window_right
     return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
 
 
-def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k):
-    """bool, like lse or broadcast along its heads. A sink gives such rows an lse, so then their positions have to tell."""
+def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=None):
+    """bool, like lse or broadcast along its heads. A sink gives such rows an lse, so then their positions have to tell, and the bias."""
     if not problem.sinks:
         return lse == float("-inf")
+    if problem.bias:
+        return _rows_that_a_bias_empties(problem, bias)
     row = torch.arange(lse.shape[-1], device=lse.device)
     rows_q, rows_k = problem.seqlen_q, problem.seqlen_k
     if problem.varlen:
@@ -147,6 +188,23 @@ def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k):
     if problem.window_right is not None:
         empty |= position + problem.window_right < 0
     return empty
+
+
+def _rows_that_a_bias_empties(problem: Problem, bias):
+    """bool, like lse or with sizes of 1: rows to which mask and bias leave no key."""
+    rows, keys = problem.seqlen_q, problem.seqlen_k
+    column = torch.arange(keys, device=bias.device)
+    found, step = [], max(1, LOOKED_AT // max(1, bias.shape[0] * bias.shape[1] * keys))
+    for first in range(0, rows, step):
+        position = torch.arange(first, min(first + step, rows), device=bias.device)[:, None] + problem.diagonal()
+        part = bias if bias.shape[2] == 1 else bias[:, :, first : first + step]
+        alive = part if part.dtype == torch.bool else part != float("-inf")
+        if problem.window_left is not None:
+            alive = alive & (column >= position - problem.window_left)
+        if problem.window_right is not None:
+            alive = alive & (column <= position + problem.window_right)
+        found.append(~(alive & (column >= 0) & (position == position)).any(-1))
+    return torch.cat(found, -1) if found else torch.ones(1, 1, rows, dtype=torch.bool, device=bias.device)
 
 
 def without_rows(empty, dout, dlse):

@@ -145,8 +145,8 @@ def _lse_without_keys(problem: Problem, lse, cu_seqlens_q, sinks):
     return lse
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, token=None):
-    """(out, lse) of attention. slopes, sinks, token: see portable.forward."""
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, token=None):
+    """(out, lse) of attention. slopes, sinks, token: see portable.forward. There is no bias."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)

@@ -175,7 +175,7 @@ def _sinks_gradient(problem: Problem, config: HopperBackwardConfig, negative: bo
 
 def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dlse, q, k, v, out, lse, cu_q, cu_k, slopes, sinks):
     """(dq, dk, dv, dsinks) of tensors as tensor maps can address them."""
-    need_dq, need_dk, need_dv, need_dsinks = needs
+    need_dq, need_dk, need_dv, need_dsinks, _ = needs
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if need_dq else None
     dk = torch.empty(k.shape, dtype=k.dtype, device=k.device) if need_dk else None
     dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device) if need_dv else None
@@ -207,8 +207,10 @@ def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dls
     return dq, dk, dv, dsinks
 
 
-def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None):
-    """(dq, dk, dv, dsinks): see portable.backward."""
+def backward(
+    problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None
+):
+    """(dq, dk, dv, dsinks, dbias): see portable.backward. There is no bias, and dbias is None."""
     q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
     v = v if v is None else contiguous_rows(v)
     if dout is None:
@@ -233,4 +235,4 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
             *found, dsinks = _launch_all(
                 problem, _rows_of(problem), needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks
             )
-    return *found, dsinks if owed is None or dsinks is None else dsinks + owed
+    return *found, dsinks if owed is None or dsinks is None else dsinks + owed, None

@@ -5,29 +5,32 @@ the strides of the inputs. The surprising fact: the grid of a packed batch has a
 synchronisation (see kernels/common/index.py).
 """
 
-import math
 from functools import lru_cache, partial
 
 import torch
 
-from ..dispatch.table import padded_head_dim, portable_rows
+from ..dispatch.table import portable_rows
 from ..kernels.portable.backward import attn_bwd_delta, attn_bwd_dkdv, attn_bwd_dq
 from ..kernels.portable.forward import attn_fwd
 from ..kernels.portable.tangent import attn_jvp
-from ..kernels.structs import Seqlens, Tile, View
+from ..kernels.structs import Seqlens
 from ..problem import Problem
+from .bias import bias_gradient, shifts_of
 from .cache import run
 from .common import (
+    as_bytes,
     contiguous_rows,
     extras_of,
     may_have_rows_without_keys,
     on_device,
+    options_of,
     results,
     rows_without_keys,
     scale_log2,
     sinks_gradient,
     spec_of,
     tangent_scale,
+    tile_of,
     totals,
     view_of,
     walk_order,
@@ -37,26 +40,6 @@ from .common import (
 _rows_of = lru_cache(maxsize=1024)(portable_rows)
 
 
-def _tile(problem: Problem, config, *views: View) -> Tile:
-    """The tile, with both head dims padded alike unless every row starts at a multiple of 16 bytes.
-
-    Loaded element by element, values narrower than the keys (head dims 113 and 24, or an odd storage offset) give wrong products on
-    Hopper under Triton 3.6.0: a compiler fault, not seen with equal widths.
-    """
-    head_dim, head_dim_v = problem.head_dim, problem.head_dim_v
-    block_d, block_dv = padded_head_dim(head_dim), padded_head_dim(head_dim_v)
-    vector = 16 // problem.itemsize
-    starts = [number for view in views for number in (view.ptr.data_ptr() // problem.itemsize, *view[1:])]
-    align = math.gcd(vector, *starts)
-    if align < vector:
-        block_d = block_dv = max(block_d, block_dv)
-    return Tile(config.block_m, config.block_n, head_dim, head_dim_v, block_d, block_dv, align)
-
-
-def _options(config) -> dict:
-    return {"num_warps": config.num_warps, "num_stages": config.num_stages, "enable_fp_fusion": True}
-
-
 def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], tuple[int, ...]]:
     """The grid, with what structs.SIZES names."""
     lanes, slots, wave = walk_order(problem, block, over_keys)
@@ -64,14 +47,14 @@ def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], t
     return (slots * lanes,), (*totals(problem), problem.batch, problem.heads_q, problem.heads_kv, wave, *window)
 
 
-def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None):
+def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None, bias=None):
     """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(out)
-    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True), _tile(problem, config, *views)
-    extras = extras_of(problem, slopes, sinks)
+    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True), tile_of(problem, config, *views)
+    extras = extras_of(problem, slopes, sinks, bias)
     args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), extras, *sizes, scale_log2(problem), spec, tile)
-    return attn_fwd, grid, args, _options(config)
+    return attn_fwd, grid, args, options_of(config)
 
 
 def tangent_launch(
@@ -81,56 +64,56 @@ def tangent_launch(
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = [None if tensor is None else view_of(tensor) for tensor in (q, k, v, tq, tk, tv, out, tout)]
     spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True)._replace(scores_move=tq is not None or tk is not None)
-    tile = _tile(problem, config, *[view for view in views if view is not None])
+    tile = tile_of(problem, config, *[view for view in views if view is not None])
     args = (
         *views, lse, tlse, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, sinks), tsinks, *sizes,
         tangent_scale(problem), scale_log2(problem), spec, tile,
     )  # fmt: skip
-    return attn_jvp, grid, args, _options(config)
+    return attn_jvp, grid, args, options_of(config)
 
 
 def delta_launch(problem: Problem, config, out, dout, dlse, delta):
     total, batch = totals(problem)[0], 1 if problem.varlen else problem.batch
     views = view_of(out), view_of(dout)
-    args = (*views, dlse, delta, total, batch, problem.heads_q, _tile(problem, config, *views))
-    return attn_bwd_delta, (-(-total // config.block_m) * batch * problem.heads_q,), args, _options(config)
+    args = (*views, dlse, delta, total, batch, problem.heads_q, tile_of(problem, config, *views))
+    return attn_bwd_delta, (-(-total // config.block_m) * batch * problem.heads_q,), args, options_of(config)
 
 
-def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, slopes=None):
-    """dk or dv may be None. v and delta are for dk alone."""
+def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None):
+    """dk or dv may be None. v and delta are for dk alone. lse: with a bias the shifts of `shifts_of`."""
     if dk is None:
         v = delta = None
     grid, sizes = _sizes(problem, config.block_n, over_keys=True)
     views, gradients = ([None if tensor is None else view_of(tensor) for tensor in some] for some in ((q, k, v, dout), (dk, dv)))
     spec = spec_of(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
-    tile = _tile(problem, config, *[view for view in (*views, *gradients) if view is not None])
+    tile = tile_of(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
-        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes), *sizes,
+        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias), *sizes,
         problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
-    return attn_bwd_dkdv, grid, args, _options(config)
+    return attn_bwd_dkdv, grid, args, options_of(config)
 
 
-def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes=None):
+def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None):
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(dout)
     dq_view = view_of(dq)
-    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0), _tile(problem, config, *views, dq_view)
+    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0), tile_of(problem, config, *views, dq_view)
     args = (
-        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes), *sizes,
+        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias), *sizes,
         problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
-    return attn_bwd_dq, grid, args, _options(config)
+    return attn_bwd_dq, grid, args, options_of(config)
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, token=None):
-    """(out, lse) of attention. slopes, sinks: float32 and contiguous. token: for a caller that has made this call before, with contiguous
-    rows, what tells it from others."""
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, token=None):
+    """(out, lse) of attention. slopes, sinks: float32 and contiguous. bias: of four dimensions, each of its size or 1. token: for a caller
+    that has made this call before, with contiguous rows, what tells it from others."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)
     with on_device(q):
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks)
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks, as_bytes(bias))
         run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), token)
     return out, lse
 
@@ -147,12 +130,14 @@ def tangent(problem: Problem, q, k, v, tq, tk, tv, tsinks, cu_seqlens_q=None, cu
     return out, lse, tout, tlse
 
 
-def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None):
-    """(dq, dk, dv, dsinks), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None.
+def backward(
+    problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None
+):
+    """(dq, dk, dv, dsinks, dbias), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None.
 
     dsinks: float32, of each batch entry, see `sinks_gradient`.
     """
-    need_dq, need_dk, need_dv, need_dsinks = needs
+    need_dq, need_dk, need_dv, need_dsinks, need_dbias = needs
     q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
     v = v if v is None else contiguous_rows(v)
     if dout is None:  # one row of zeros serves all
@@ -160,13 +145,13 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
     dout = contiguous_rows(dout)
     empty = None
     if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
-        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k)
+        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k, bias)
         dout, masked_dlse = without_rows(empty, dout, dlse)
         dlse = dlse if need_dsinks else masked_dlse  # lse is the sink there, so the sink is owed what comes
     rows = _rows_of(problem)
-    delta = dq = dk = dv = dsinks = None
+    delta = dq = dk = dv = dsinks = dbias = None
     with on_device(q):
-        if need_dq or need_dk or need_dsinks:
+        if need_dq or need_dk or need_dsinks or need_dbias:
             delta = torch.empty(lse.shape, dtype=torch.float32, device=q.device)
             dlse = None if dlse is None else dlse.contiguous()
             tensors = (contiguous_rows(out), dout, dlse, delta)
@@ -175,6 +160,8 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
             dsinks = sinks_gradient(sinks, lse, delta)
             if empty is not None and dlse is not None:
                 delta.masked_fill_(empty, 0.0)
+        if problem.bias and lse.numel():
+            lse, bias = shifts_of(problem, q, k, lse, slopes, sinks, bias), as_bytes(bias)
         if need_dk:
             dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
         if need_dv:
@@ -182,10 +169,12 @@ def backward(problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_
         for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
             if name in rows and outputs != (None, None):
                 for_dk = (v, delta) if outputs[0] is not None else (None, None)
-                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k, slopes)
+                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k, slopes, bias)
                 run(name, problem, tensors, partial(dkdv_launch, problem, rows[name], *tensors))
         if need_dq:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes)
+            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes, bias)
             run("dq", problem, tensors, partial(dq_launch, problem, rows["dq"], *tensors))
-    return dq, dk, dv, dsinks
+        if need_dbias:
+            dbias = bias_gradient(problem, q, k, v, dout, lse, delta, slopes, bias)
+    return dq, dk, dv, dsinks, dbias

@@ -122,7 +122,8 @@ def attention(
     backward 2 pairs (3 D + 2 Dv): Q K^T again, dO V^T, P^T dO, dS K, dS^T Q: 2.5 times the forward when D = Dv.
     tangent (the forward and its derivative along tangents of q, k and v) 6 pairs (D + Dv): three times the forward.
     Bytes: forward q, k, v in, out and the fp32 lse out; backward q, k, v, out, dout and lse in, dq, dk, dv out; tangent those of the
-    forward twice. Keys and values that no query sees count as well; grouped heads share theirs.
+    forward twice. Keys and values that no query sees count as well; grouped heads share theirs. A bias is read by either pass and its
+    gradient, if it can have one, written: p (dp - delta) is made on the way, so it takes no FLOPs that count.
 
     lengths: of the sequences of a packed call, (queries, keys) each. Without them a packed call gets an upper bound of FLOPs, as if each
     sequence had the maximal lengths. blocks: (keep, block_q, block_k) of `block_pairs`, the same for every head of a dense call.
@@ -151,8 +152,10 @@ def attention(
     lse = 4 * rows_q * p.heads_q
     if direction != "backward":
         times = 3 if direction == "tangent" else 1
-        return Work(times * 2 * pairs * (p.head_dim + p.head_dim_v), (2 if direction == "tangent" else 1) * (once + lse))
-    return Work(2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v), 2 * once + lse)  # dout, dq, dk, dv are as large as out, q, k, v
+        moved = (2 if direction == "tangent" else 1) * (once + lse) + p.bias_bytes
+        return Work(times * 2 * pairs * (p.head_dim + p.head_dim_v), moved)
+    bias = p.bias_bytes if p.bias == "bool" else 2 * p.bias_bytes
+    return Work(2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v), 2 * once + lse + bias)  # dout, dq, dk, dv are as large as out, q, k, v
 
 
 def _checked(lengths: Iterable[tuple[int, int]], problem: Problem) -> list[tuple[int, int]]:

@@ -54,11 +54,13 @@ def wants_gradients(*tensors) -> bool:
     return False
 
 
-def key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap=None, slopes=None, sinks=None) -> tuple | None:
+def key_of(
+    q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap=None, slopes=None, sinks=None, bias=None
+) -> tuple | None:
     """What decides how a call is made; None where it must be looked at."""
     if torch.compiler.is_compiling() or not isinstance(q, torch.Tensor) or window is not None:
         return None
-    if softcap is not None or slopes is not None or sinks is not None:
+    if softcap is not None or slopes is not None or sinks is not None or bias is not None:
         return None
     if not (causal is True or causal is False or type(causal) is str) or not (softmax_scale is None or type(softmax_scale) is float):
         return None

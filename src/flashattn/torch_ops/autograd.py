@@ -11,8 +11,9 @@ With F(x) = (out, lse) of x = (q, k, v, sinks), tangents t of x and u = (dout, d
 for the derivative of H along t is the Hessian of u . F times t, and so is the gradient of u . F'(x) t in x. Slopes have no derivative and
 say so.
 
-Saved for backward: q, k, lse, slopes and sinks, and v and out unless dV is the only gradient (dV = p^T dO needs neither). Nothing is
-saved, computed or allocated for a derivative that nobody asked for.
+Saved for backward: q, k, lse, slopes, sinks and bias, none of them copied, and v and out unless dV is the only gradient (dV = p^T dO needs
+neither). Nothing is saved, computed or allocated for a derivative that nobody asked for. With a bias there is the first derivative, in
+reverse, and others say that they are missing.
 
 The surprising fact: forward-mode AD asks a Function only after it has run, so its kernel would run for nothing. `_pushforward` takes the
 tangents first and asks for out and its tangent at once; only where a transform hides them is `Attention.jvp` asked.
@@ -31,7 +32,7 @@ from . import schemas, sharding
 from .again import unheard, wants_gradients
 from .schemas import LIBRARY
 
-_INPUTS, _OPTIONS = 5, 11  # arguments of attn_fwd: q, k, v, alibi_slopes, sinks; and those after them
+_INPUTS, _OPTIONS = 6, 11  # arguments of attn_fwd: q, k, v, alibi_slopes, sinks, bias; and those after them
 
 
 def _differentiable(function, *args):
@@ -60,8 +61,17 @@ def _pushforward(*args):
     return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse)
 
 
-def _with_tangents(q, k, v, slopes, sinks, *rest, tangents):
-    tq, tk, tv, tslopes, tsinks = tangents
+def _refuse_bias(bias):
+    if bias is not None:
+        raise NotImplementedError(
+            "a forward-mode or second derivative of flashattn's attention with a bias is not implemented: differentiate once, in reverse, "
+            "or say with causal, window, alibi_slopes or softcap what the bias says"
+        )
+
+
+def _with_tangents(q, k, v, slopes, sinks, bias, *rest, tangents):
+    _refuse_bias(bias)
+    tq, tk, tv, tslopes, tsinks, _ = tangents
     if tslopes is not None:
         raise NotImplementedError(NO_SLOPES_GRADIENT)
     return attn_jvp(q, k, v, tq, tk, tv, _of_entries(tsinks, q), slopes, sinks, *rest)
@@ -165,6 +175,17 @@ def _fold_extras(slopes, sinks, in_dims, sizes):
     return mapped.expand(*sizes, -1).flatten(0, 1)
 
 
+def _fold_bias(bias, dim, sizes, apart: bool):
+    """The bias of a folded batch: as it is where all entries of all samples share it, unless its gradient is wanted of each sample.
+
+    Otherwise of each entry: a view where nothing is mapped but shared, else a copy.
+    """
+    if bias is None or (dim is None and bias.shape[0] == 1 and not apart):
+        return bias
+    mapped = bias.expand(sizes[0], *bias.shape) if dim is None else bias.movedim(dim, 0)
+    return mapped.expand(*sizes, *mapped.shape[2:]).flatten(0, 1)
+
+
 class AttentionSecond(torch.autograd.Function):
     """The derivative of the gradients along tangents. Linear in the tangents, in dout and dlse; all the same nobody differentiates it."""
 
@@ -209,18 +230,18 @@ class AttentionTangent(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlse, dtout, dtlse):
         q, k, v, *tangents, slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
-        rest = ctx.head_dim_v, slopes, sinks, ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options
+        extras, options = (ctx.head_dim_v, slopes, sinks), (ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options)
         asked = ctx.needs_input_grad
         needs, needs_of_tangents = (*asked[:3], asked[8]), asked[3:7]
         first = second = of_tangents = [None] * 4
         if any(needs) and (dout is not None or dlse is not None):
-            first = _wanted(attn_bwd(dout, dlse, q, k, v, out, lse, *rest, *needs), needs)
+            first = _wanted(attn_bwd(dout, dlse, q, k, v, out, lse, *extras, None, *options, *needs, False)[:4], needs)
         if dtout is not None or dtlse is not None:
             if any(needs):
-                second = _wanted(attn_second(dtout, dtlse, q, k, v, *tangents, *rest, *needs), needs)
+                second = _wanted(attn_second(dtout, dtlse, q, k, v, *tangents, *extras, *options, *needs), needs)
             if any(needs_of_tangents):
-                found = attn_bwd(dtout, dtlse, q, k, v, out, lse, *rest, *needs_of_tangents)
-                of_tangents = _wanted(found, needs_of_tangents)
+                found = attn_bwd(dtout, dtlse, q, k, v, out, lse, *extras, None, *options, *needs_of_tangents, False)
+                of_tangents = _wanted(found[:4], needs_of_tangents)
         *gradients, dsinks = map(_sum, first, second)
         return (*gradients, *of_tangents, None, None if dsinks is None else dsinks.sum(0), *[None] * _OPTIONS)
 
@@ -238,24 +259,25 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def forward(*args):
         with torch._C._AutoDispatchBelowAutograd():
-            given = [x for x in (*args[:7], *args[8:10]) if x is not None]  # dout, dlse, q, k, v, out, lse; alibi_slopes, sinks
+            given = [x for x in (*args[:7], *args[8:11]) if x is not None]  # dout, dlse, q, k, v, out, lse; alibi_slopes, sinks, bias
             return schemas.backward(*args) if unheard(*given) else torch.ops.flashattn.attn_bwd(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        tensors, (head_dim_v, slopes, sinks, softcap, cu_seqlens_q, cu_seqlens_k, *options) = inputs[:7], inputs[7:]
-        others = slopes, sinks, cu_seqlens_q, cu_seqlens_k
+        tensors, (head_dim_v, slopes, sinks, bias, softcap, cu_seqlens_q, cu_seqlens_k, *options) = inputs[:7], inputs[7:]
+        others = slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k
         ctx.save_for_backward(*tensors[:5], *others)
         if forward_ad._current_level >= 0:
             ctx.save_for_forward(*tensors, *others)
-        *ctx.options, _, _, _, _ = options
-        ctx.needs, ctx.softcap, ctx.head_dim_v = tuple(options[-4:]), softcap, head_dim_v
+        *ctx.options, _, _, _, _, _ = options
+        ctx.needs, ctx.softcap, ctx.head_dim_v = tuple(options[-5:]), softcap, head_dim_v
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, *tangents):
-        dout, dlse, q, k, v, slopes, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        tangents = _wanted(tangents, ctx.needs)
+        dout, dlse, q, k, v, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        _refuse_bias(bias)
+        tangents = _wanted(tangents, ctx.needs)[:4]
         asked = ctx.needs_input_grad
         needs = *asked[2:5], asked[9]
         rest = slopes, sinks, ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options
@@ -268,33 +290,40 @@ class AttentionBackward(torch.autograd.Function):
                 hessian = _wanted(attn_second(dout, dlse, q, k, v, *tangents, ctx.head_dim_v, *rest, *needs), needs)
         *gradients, dsinks = hessian
         tout, tlse = tout if asked[0] else None, tlse if asked[1] else None
-        return (tout, tlse, *gradients, None, None, None, None, None if dsinks is None else dsinks.sum(0), *[None] * (_OPTIONS + 4))
+        return (tout, tlse, *gradients, None, None, None, None, None if dsinks is None else dsinks.sum(0), *[None] * (_OPTIONS + 6))
 
     @staticmethod
     def jvp(ctx, tdout, tdlse, tq, tk, tv, tout, tlse, head_dim_v, tslopes, tsinks, *_):
-        dout, dlse, q, k, v, out, lse, slopes, sinks, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
+        dout, dlse, q, k, v, out, lse, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
+        _refuse_bias(bias)
         if tslopes is not None:
             raise NotImplementedError(NO_SLOPES_GRADIENT)
         tangents = tq, tk, tv, _of_entries(tsinks, q)
-        rest = ctx.head_dim_v, slopes, sinks, ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs
+        extras, options = (ctx.head_dim_v, slopes, sinks), (ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options)
         terms = []
         if tdout is not None or tdlse is not None:
-            terms.append(attn_bwd(tdout, tdlse, q, k, v, out, lse, *rest))
+            terms.append(attn_bwd(tdout, tdlse, q, k, v, out, lse, *extras, None, *options, *ctx.needs))
         if any(x is not None for x in tangents):
-            terms.append(attn_second(dout, dlse, q, k, v, *tangents, *rest))
+            found = attn_second(dout, dlse, q, k, v, *tangents, *extras, *options, *ctx.needs[:4])
+            terms.append((*found, q.new_empty(0)))
         return tuple(map(_sum, *terms))
 
     @staticmethod
     def vmap(info, in_dims, *args, call=attn_bwd):
-        tensors, head_dim_v, (slopes, sinks, softcap, *rest), needs = args[:7], args[7], args[8:], args[-4:]
+        tensors, head_dim_v, (slopes, sinks, bias, softcap, *rest), needs = args[:7], args[7], args[8:], args[-5:]
         folded, sizes = _fold(info, in_dims, tensors, rest[0])
         slopes = _fold_extras(slopes, sinks, in_dims[8:10], sizes)
-        return _unfold(call(*folded, head_dim_v, slopes, sinks, softcap, *rest), sizes, needs)
+        shared = bias is not None and (bias.shape[0] if in_dims[10] is None else bias.movedim(in_dims[10], 0).shape[1]) == 1
+        bias = _fold_bias(bias, in_dims[10], sizes, apart=needs[-1])
+        gradients, dims = _unfold(call(*folded, head_dim_v, slopes, sinks, bias, softcap, *rest), sizes, needs)
+        if needs[-1] and shared:  # by all entries of a sample, and a sample has more than one
+            gradients = *gradients[:-1], gradients[-1].sum(1, keepdim=True, dtype=torch.float32).to(bias.dtype)
+        return gradients, dims
 
 
 class Attention(torch.autograd.Function):
-    """(out, lse) of q, k, v, alibi_slopes, sinks and the options of the operator. `setup_context` is apart from `forward`, as torch.func
-    wants it."""
+    """(out, lse) of q, k, v, alibi_slopes, sinks, bias and the options of the operator. `setup_context` is apart from `forward`, as
+    torch.func wants it."""
 
     @staticmethod
     def forward(*args):
@@ -304,15 +333,15 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, slopes, sinks, softcap, cu_seqlens_q, cu_seqlens_k, *options = inputs
+        q, k, v, slopes, sinks, bias, softcap, cu_seqlens_q, cu_seqlens_k, *options = inputs
         out, lse = output
-        *needs, needs_dslopes, needs_dsinks = ctx.needs_input_grad[:_INPUTS]
+        *needs, needs_dslopes, needs_dsinks, needs_dbias = ctx.needs_input_grad[:_INPUTS]
         if needs_dslopes:
             raise NotImplementedError(NO_SLOPES_GRADIENT)
-        ctx.needs = (*needs, needs_dsinks)
-        needs_dp = ctx.needs[0] or ctx.needs[1] or needs_dsinks
+        ctx.needs = (*needs, needs_dsinks, needs_dbias)
+        needs_dp = ctx.needs[0] or ctx.needs[1] or needs_dsinks or needs_dbias
         v, out = (v, out) if needs_dp else (None, None)
-        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, cu_seqlens_q, cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k)
         if forward_ad._current_level >= 0:
             ctx.save_for_forward(*inputs[:_INPUTS], cu_seqlens_q, cu_seqlens_k)
         ctx.softcap = softcap
@@ -322,13 +351,13 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, slopes, sinks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        dq = dk = dv = dsinks = None
+        q, k, v, out, lse, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        dq = dk = dv = dsinks = dbias = None
         if dout is not None or dlse is not None:
-            extras = slopes, sinks, ctx.softcap
+            extras = slopes, sinks, bias, ctx.softcap
             args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs)
-            dq, dk, dv, dsinks = _wanted(attn_bwd(*args), ctx.needs)
-        return (dq, dk, dv, None, None if dsinks is None else dsinks.sum(0), *[None] * _OPTIONS)
+            dq, dk, dv, dsinks, dbias = _wanted(attn_bwd(*args), ctx.needs)
+        return (dq, dk, dv, None, None if dsinks is None else dsinks.sum(0), dbias, *[None] * _OPTIONS)
 
     @staticmethod
     def jvp(ctx, *tangents):
@@ -337,10 +366,11 @@ class Attention(torch.autograd.Function):
         return found[2:]
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, slopes, sinks, softcap, *rest, call=attn_fwd):
+    def vmap(info, in_dims, q, k, v, slopes, sinks, bias, softcap, *rest, call=attn_fwd):
         folded, sizes = _fold(info, in_dims, (q, k, v), rest[0])
         slopes = _fold_extras(slopes, sinks, in_dims[3:], sizes)
-        return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, softcap, *rest)), (0, 0)
+        bias = _fold_bias(bias, in_dims[5], sizes, apart=False)
+        return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, bias, softcap, *rest)), (0, 0)
 
 
 for _function, _operator in (

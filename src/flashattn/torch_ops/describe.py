@@ -8,6 +8,8 @@ from torch._subclasses import FakeTensor
 
 from ..problem import Problem, canonical_softcap, reachable_window
 
+NO_BIAS = None, ""
+
 
 @lru_cache(maxsize=64)
 def _machine(device: torch.device) -> tuple[str, tuple[int, int] | None]:
@@ -59,17 +61,23 @@ def aligned(q, k, v) -> bool:
     return _steps_are_aligned(q.element_size(), q.shape, q.stride(), k.shape, k.stride(), v.shape, v.stride())
 
 
+def _biased(bias) -> tuple[str, str]:
+    """(dtype, dimensions along which it differs), as a Problem has them."""
+    dims = zip("bhqk", bias.shape, bias.stride(), strict=True)
+    return str(bias.dtype).removeprefix("torch."), "".join(dim for dim, size, stride in dims if size != 1 and stride != 0)
+
+
 def describe(
     q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    softmax_scale, window_left, window_right, top_left, deterministic, aligned=False, extras=(None, None, 0.0),
+    softmax_scale, window_left, window_right, top_left, deterministic, aligned=False, extras=(None, None, None, 0.0),
 ) -> Problem:  # fmt: skip
-    """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks and softcap."""
-    slopes, sinks, softcap = extras
+    """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks, bias and softcap."""
+    slopes, sinks, bias, softcap = extras
     return _problem(
         q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
         softmax_scale, window_left, window_right, top_left, deterministic,
         q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(), os.environ.get("TRITON_INTERPRET") == "1", aligned, *_machine(q.device),
-        slopes is not None, sinks is not None, softcap,
+        slopes is not None, sinks is not None, softcap, *(NO_BIAS if bias is None else _biased(bias)),
     )  # fmt: skip
 
 
@@ -77,7 +85,7 @@ def describe(
 def _problem(
     dtype, shape_q, shape_k, head_dim_v, sequences, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic,
-    tf32, interpret, aligned, device, capability, alibi, sinks, softcap,
+    tf32, interpret, aligned, device, capability, alibi, sinks, softcap, bias, bias_dims,
 ) -> Problem:  # fmt: skip
     """`sequences` is None in a dense call."""
     varlen = sequences is not None
@@ -108,4 +116,6 @@ def _problem(
         softcap=canonical_softcap(softcap),
         alibi=alibi,
         sinks=sinks,
+        bias=bias,
+        bias_dims=bias_dims,
     )

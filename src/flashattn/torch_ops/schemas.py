@@ -5,7 +5,8 @@ An operator takes tensors in [batch, rows, heads, dim] order, or packed [rows, h
 Implementations are chosen at run time, behind the schema, so torch.compile sees two opaque calls. The surprising fact: an operator
 can't return "no tensor", so a gradient that was not asked for comes back as an empty one-dimensional tensor. That of sinks, which all
 batch entries share, is given for each of them, [batch, heads] (packed: [1, heads]), so that vmap can fold samples into a batch; and so is
-what comes as a tangent of sinks.
+what comes as a tangent of sinks. A bias has four dimensions, [batch, heads, rows of q, rows of k], each of its size or 1, and so has its
+gradient, contiguous; the operators of tangents take none.
 """
 
 import torch
@@ -15,23 +16,25 @@ from ..dispatch.select import launcher, select
 from .describe import aligned, describe
 
 LIBRARY = torch.library.Library("flashattn", "DEF")
+_EXTRAS = "Tensor? alibi_slopes, Tensor? sinks"
 _OPTIONS = (
-    "Tensor? alibi_slopes, Tensor? sinks, float softcap, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, "
-    "SymInt? max_seqlen_k, float softmax_scale, SymInt? window_left, SymInt? window_right, bool top_left, bool deterministic, str? impl"
+    "float softcap, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, "
+    "SymInt? window_left, SymInt? window_right, bool top_left, bool deterministic, str? impl"
 )
-LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+_ALL = f"{_EXTRAS}, Tensor? bias, {_OPTIONS}"
+LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {_ALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(
-    f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {_OPTIONS}, "
-    "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {_ALL}, "
+    "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 _TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tsinks"
 LIBRARY.define(
-    f"attn_jvp(Tensor q, Tensor k, Tensor v, {_TANGENTS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attn_jvp(Tensor q, Tensor k, Tensor v, {_TANGENTS}, {_EXTRAS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
-    f"attn_second(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, {_TANGENTS}, int head_dim_v, {_OPTIONS}, "
+    f"attn_second(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, {_TANGENTS}, int head_dim_v, {_EXTRAS}, {_OPTIONS}, "
     "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -42,64 +45,65 @@ def _contiguous(alibi_slopes, sinks):
     return [None if x is None else x.contiguous() for x in (alibi_slopes, sinks)]
 
 
-def forward(q, k, v, alibi_slopes, sinks, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
+def forward(q, k, v, alibi_slopes, sinks, bias, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
     *options, impl = rest
     if cu_seqlens_q is not None:
         check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    extras = alibi_slopes, sinks, softcap
+    extras = alibi_slopes, sinks, bias, softcap
     problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v), extras)
     run = launcher(select(problem, "forward", impl).launch).forward
-    return run(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, *_contiguous(alibi_slopes, sinks))
+    return run(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, *_contiguous(alibi_slopes, sinks), bias)
 
 
-def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, softcap, *rest):
-    *options, impl, need_dq, need_dk, need_dv, need_dsinks = rest
-    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v), (alibi_slopes, sinks, softcap))
+def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, bias, softcap, *rest):
+    *options, impl, need_dq, need_dk, need_dv, need_dsinks, need_dbias = rest
+    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v), (alibi_slopes, sinks, bias, softcap))
     run = launcher(select(problem, "backward", impl).launch).backward
-    needs = need_dq, need_dk, need_dv, need_dsinks
-    gradients = run(problem, needs, dout, dlse, q, k, v, out, lse, *options[:2], *_contiguous(alibi_slopes, sinks))
+    needs = need_dq, need_dk, need_dv, need_dsinks, need_dbias
+    gradients = run(problem, needs, dout, dlse, q, k, v, out, lse, *options[:2], *_contiguous(alibi_slopes, sinks), bias)
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def jvp(q, k, v, tq, tk, tv, tsinks, alibi_slopes, sinks, softcap, *rest):
     """(out, lse, tout, tlse). tq, tk, tv: shaped like q, k, v. tsinks: [batch, heads_q], or [1, heads_q] of a packed call."""
     *options, impl = rest
-    problem = describe(q, k, v.shape[-1], *options, aligned(q, k, v), (alibi_slopes, sinks, softcap))
+    problem = describe(q, k, v.shape[-1], *options, aligned(q, k, v), (alibi_slopes, sinks, None, softcap))
     run = launcher(select(problem, "tangent", impl).launch).tangent
     return run(problem, q, k, v, tq, tk, tv, tsinks, *options[:2], *_contiguous(alibi_slopes, sinks))
 
 
 def second(dout, dlse, q, k, v, tq, tk, tv, tsinks, head_dim_v, alibi_slopes, sinks, softcap, *rest):
     *options, impl, need_dq, need_dk, need_dv, need_dsinks = rest
-    problem = describe(q, k, head_dim_v, *options, False, (alibi_slopes, sinks, softcap))
+    problem = describe(q, k, head_dim_v, *options, False, (alibi_slopes, sinks, None, softcap))
     run = launcher(select(problem, "second", impl).launch).second
     needs = need_dq, need_dk, need_dv, need_dsinks
     found = run(problem, needs, dout, dlse, q, k, v, tq, tk, tv, tsinks, *options[:2], *_contiguous(alibi_slopes, sinks))
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
-def _fake_fwd(q, k, v, alibi_slopes, sinks, softcap, cu_seqlens_q, *rest):
+def _fake_fwd(q, k, v, alibi_slopes, sinks, bias, softcap, cu_seqlens_q, *rest):
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float32)
 
 
-def _fake_jvp(q, k, v, tq, tk, tv, tsinks, *rest):
-    return *_fake_fwd(q, k, v, *rest), *_fake_fwd(q, k, v, *rest)
+def _fake_jvp(q, k, v, tq, tk, tv, tsinks, alibi_slopes, sinks, *rest):
+    return *_fake_fwd(q, k, v, alibi_slopes, sinks, None, *rest), *_fake_fwd(q, k, v, alibi_slopes, sinks, None, *rest)
 
 
-def _fake_second(dout, dlse, q, k, v, tq, tk, tv, tsinks, head_dim_v, *rest):
+def _fake_second(dout, dlse, q, k, v, tq, tk, tv, tsinks, head_dim_v, alibi_slopes, sinks, *rest):
     lse = q.new_empty(0, dtype=torch.float32)
-    return _fake_bwd(dout, dlse, q, k, v, None, lse, head_dim_v, *rest)
+    return _fake_bwd(dout, dlse, q, k, v, None, lse, head_dim_v, alibi_slopes, sinks, None, *rest, False)[:4]
 
 
-def _fake_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, *rest):
-    need_dq, need_dk, need_dv, need_dsinks = rest[-4:]
+def _fake_bwd(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, bias, *rest):
+    need_dq, need_dk, need_dv, need_dsinks, need_dbias = rest[-5:]
     return (
         q.new_empty(q.shape if need_dq else (0,)),
         k.new_empty(k.shape if need_dk else (0,)),
         k.new_empty((*k.shape[:-1], head_dim_v) if need_dv else (0,)),
         lse.new_empty((q.shape[0] if q.dim() == 4 else 1, q.shape[-2])) if need_dsinks else q.new_empty(0),
+        bias.new_empty(bias.shape) if need_dbias else q.new_empty(0),
     )
 
 

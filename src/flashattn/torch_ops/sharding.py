@@ -19,13 +19,14 @@ PLACES = {  # dimension of heads and of batch entries in a dense call, and of he
     "sinks": ((0, None), 0),
     **dict.fromkeys(("dsinks", "tsinks"), ((1, 0), 1)),
 }
-GRADIENTS = ("dq", "dk", "dv", "dsinks")
+GRADIENTS = ("dq", "dk", "dv", "dsinks", "dbias")
 RESULTS = {
     "flashattn::attn_fwd": ("out", "lse"),
     "flashattn::attn_bwd": GRADIENTS,
     "flashattn::attn_jvp": ("out", "lse", "tout", "tlse"),
-    "flashattn::attn_second": GRADIENTS,
+    "flashattn::attn_second": GRADIENTS[:4],
 }
+BIAS = {HEADS: 1, BATCH: 0}  # dimensions of a bias and of its gradient; one of size 1 is whole everywhere
 _told: set[str] = set()
 
 
@@ -33,6 +34,8 @@ def _dimension(name: str, spec, packed: bool, by: str) -> int | None:
     """The dimension of a tensor that is sharded `by` heads or batch; None if each device needs all of it. spec: of an argument, or None."""
     if name == "alibi_slopes":  # [heads] or [batch, heads]
         return spec.ndim - 1 if by == HEADS else 0 if spec.ndim == 2 else None
+    if name == "bias":
+        return BIAS[by] if spec.shape[BIAS[by]] != 1 else None
     if name not in PLACES:
         return None
     (heads, batch), heads_packed = PLACES[name]
@@ -50,7 +53,7 @@ def _may_split_heads(given: dict, packed: bool) -> bool:
 
 
 def _rule(operator):
-    from torch.distributed.tensor import Replicate, Shard
+    from torch.distributed.tensor import Partial, Replicate, Shard
 
     arguments = [argument.name for argument in operator._schema.arguments]
     results = RESULTS[operator._schema.name][: len(operator._schema.returns)]
@@ -61,7 +64,10 @@ def _rule(operator):
 
         def placements(by: str | None) -> tuple[list, list]:
             def place(name: str, spec=None):
-                needless = name in GRADIENTS and not given[f"need_{name}"]  # an empty tensor stands for it
+                needless = name in GRADIENTS and not given.get(f"need_{name}")  # an empty tensor stands for it
+                if name == "dbias" and by is not None and not needless:  # of what all devices share, each has a part of the sum
+                    dim = _dimension("bias", given["bias"], packed, by)
+                    return Partial() if dim is None else Shard(dim)
                 dim = None if by is None or needless else _dimension(name, spec, packed, by)
                 return Replicate() if dim is None else Shard(dim)
 

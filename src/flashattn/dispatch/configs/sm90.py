@@ -14,6 +14,7 @@ ROWS = {
     ("forward", 2, 256): Config(128, 32, 8, 3),  # 468 / 445; 128 x 64 with 2 stages 464 / 502 spills with a ragged head dim
     ("tangent", 2, 64): Config(64, 64, 4, 3),  # 128 x 64 with 8 warps spills nothing either; at 128 dims it does, and so do 4 warps
     ("tangent", 2, 128): Config(128, 32, 8, 3),
+    ("forward", 2, 64, "biased"): Config(64, 64, 4, 3),
     ("dkdv", 2, 64): Config(64, 64, 4, 3),  # 492 / 474; 32 x 64 401 / 381
     ("dkdv", 2, 128): Config(32, 64, 4, 3),  # 533 / 515; 64 x 128 with 8 warps 557 / 468 and 64 x 64 with 2 stages 552 / 543 spill
     ("dkdv", 2, 128, "open"): Config(64, 64, 4, 2),  # 552; spills where there is a mask or a group of heads

@@ -117,7 +117,7 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
         await_q(memory, 0, TILE)
         clear_block(memory.q, 0, visit.rows_q - place.m0, TILE.d, SPEC)
         extras = Extras(
-            grid.extras.inner, slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC), None, None, grid.extras.cap_log2
+            grid.extras.inner, slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC), None, None, grid.extras.cap
         )
         s_NM = warpgroup_mma_wait(0, deps=(start_scores(memory, 0, TILE),))
         first_p = store_p(s_NM, extras, memory, 0, place.m0, visit, grid, scale_log2, SPEC, TILE)
@@ -133,7 +133,7 @@ def make_p(memory, dk, dv, grid, scale, scale_log2, SPEC: gl.constexpr, TILE: gl
                 slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC),
                 None,
                 None,
-                grid.extras.cap_log2,
+                grid.extras.cap,
             )
             sync(DS_FULL, BOTH)
             if not SPEC.need_dv:

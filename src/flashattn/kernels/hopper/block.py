@@ -219,7 +219,7 @@ def first_block(q, k, v, use, block, position, task, call, extras, WARPGROUP_ID:
     m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n)))
     if SPEC.sinks:
         m_M = gl.maximum(m_M, sink_of_head(call.extras, task.entry, call.batch, task.head, SPEC))
-    m_M = raise_maximum(s_MN, m_M, call.scale_log2)
+    m_M = raise_maximum(s_MN, m_M, call.scale_log2, SPEC)
     p_MN = gl.exp2(s_MN * call.scale_log2 - finite_shift(m_M)[:, None])
     if SPEC.varlen:
         if hi > task.rows_k:
@@ -249,7 +249,7 @@ def next_block(
     s_MN = scores(s_MN, extras, position - task.hi + (block + 1) * TILE.n, SPEC, TILE.n)
     if TILE.mask_loop:
         s_MN = masked(s_MN, position, task.hi - (block + 1) * TILE.n, task.rows_k, call, SPEC, TILE)
-    m_new_M = raise_maximum(s_MN, m_M, call.scale_log2)
+    m_new_M = raise_maximum(s_MN, m_M, call.scale_log2, SPEC)
     if TILE.lazy:
         m_new_M = gl.where(m_new_M - m_M > SLACK, m_new_M, m_M)
     if TILE.pinned:

@@ -28,4 +28,4 @@ def scores(s, extras, start, SPEC: gl.constexpr, COLUMNS: gl.constexpr):
     distance = None
     if SPEC.alibi:
         distance = distances(s, start, COLUMNS)
-    return score(s, extras, distance, SPEC, True)
+    return score(s, extras, distance, None, SPEC, True)

@@ -114,7 +114,7 @@ def write(acc_MV, m_M, l_MC, out, lse, out_tile, task, call, WARPGROUP_ID: gl.co
         if TILE.alias:
             store_wait(0)
     offs_m = gl.arange(0, ROWS, m_M.type.layout)  # last: acc has gone, and its registers are free
-    lse_M = natural_lse(m_M, gl.convert_layout(sum_M, m_M.type.layout))
+    lse_M = natural_lse(m_M, gl.convert_layout(sum_M, m_M.type.layout), SPEC)
     gl.store(lse + ((entry * call.heads_q + head) * call.total_q + row + offs_m), lse_M, mask=offs_m < rows)
 
 
@@ -131,7 +131,7 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         task = task_of(tasks, turn)
         position = task.position + WARPGROUP_ID * ROWS
         extras = Extras(
-            call.extras.inner, slope_of_head(call.extras, task.entry, call.batch, task.head, SPEC), None, None, call.extras.cap_log2
+            call.extras.inner, slope_of_head(call.extras, task.entry, call.batch, task.head, SPEC), None, None, call.extras.cap
         )
         first = 0
         missed = 0  # blocks left of the window; a tile of two warpgroups has none or, at head dim 256, no registers to tell

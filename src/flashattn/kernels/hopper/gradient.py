@@ -167,7 +167,7 @@ def start(
     k_ND = reinterpret(memory.k.tiles.index(WARPGROUP_ID), DTYPE, [ROWS, D], shared(D, 2))
     zeros_NM = gl.zeros([ROWS, M], gl.float32, accumulator(M))
     extras = Extras(
-        grid.extras.inner, slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC), None, None, grid.extras.cap_log2
+        grid.extras.inner, slope_of_head(grid.extras, visit.sequence, grid.batch, place.head, SPEC), None, None, grid.extras.cap
     )
     if not TILE.ahead:
         mbarrier.wait(memory.q.full.index(slot), full)
@@ -200,7 +200,7 @@ def start(
     distance_NM = None
     if SPEC.alibi:  # of keys from queries: its sign doesn't matter
         distance_NM = distances(s_NM, visit.n0 + WARPGROUP_ID * ROWS - m0 - visit.diagonal, M)
-    s_NM = biased(t_NM, extras, distance_NM, SPEC)
+    s_NM = biased(t_NM, extras, distance_NM, None, SPEC)
     if not TILE.ahead:
         s_NM = mask_scores(s_NM, m0, visit, grid, FIRST, WARPGROUP_ID, SPEC, TILE)
     lse_M = numbers(memory.rows, slot, 0, TILE)  # read ahead, while s is in flight, it costs 3 %

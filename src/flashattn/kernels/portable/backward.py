@@ -14,8 +14,8 @@ import triton.language as tl
 from ..common.bounds import key_range, query_range
 from ..common.index import head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
-from ..common.score import biased, capped, score_gradient, score_weight, slope_of_head
-from ..common.softmax import LOG2E, probabilities
+from ..common.score import bias_of_head, biased, capped, load_bias, score_gradient, score_weight, slope_of_head
+from ..common.softmax import LOG2E, probabilities, probabilities_of_biased
 from ..structs import SIZES, Extras
 from .profile import delta_metadata, dkdv_metadata, dq_metadata
 
@@ -45,8 +45,8 @@ def attn_bwd_delta(out, dout, dlse, delta, total_q, batch, heads_q, TILE: tl.con
 
 @triton.jit
 def gather_dkdv(
-    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, extras, place, first_head, group, q_start, rows_q, total_q, n0, diagonal, aligned,
-    visit, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, extras, place, first_head, group, q_start, rows_q, rows_k, total_q, n0, diagonal,
+    aligned, visit, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both.
 
@@ -63,6 +63,7 @@ def gather_dkdv(
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
     # with dP behind the scores the compiler keeps an operand of it in registers, 300 bytes more than there are
     DP_FIRST: tl.constexpr = not SPEC.need_dv and k_ND.dtype == tl.float32
+    LSE_ROWS: tl.constexpr = 2 if SPEC.bias else 1
     tl.assume(q.stride_n >= 0)  # as torch's all are; untold, the compiler keeps their signs in registers, of which it has none to spare
     tl.assume(dout.stride_n >= 0)
     length = hi - lo
@@ -75,19 +76,30 @@ def gather_dkdv(
         rows = rows_q - m0
         q_pointers = q_first + (step(member, q.stride_h, TILE.align) + step(m0, q.stride_n, TILE.align))
         q_MD = load_tile(q_pointers, rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
-        lse_M = load_row(lse + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
+        lse_first = lse + step(member, LSE_ROWS * total_q, 1) + m0
+        lse_M = load_row(lse_first, rows, BLOCK_M, SPEC.ragged)
         do_pointers = do_first + (step(member, dout.stride_h, TILE.align) + step(m0, dout.stride_n, TILE.align))
         if DP_FIRST:
             do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
             dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
         slope = slope_of_head(extras, sequence, batch, first_head + member, SPEC)
-        of_head = Extras(extras.inner, slope, None, None, extras.cap_log2)
+        of_head = Extras(
+            extras.inner, slope, None, None, extras.cap,
+            bias_of_head(extras, entry, first_head + member, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
+        )  # fmt: skip
         t_NM = capped(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), of_head, SPEC)
         distance_NM = None
         if SPEC.alibi:
             row_M = m0 + aligned - n0 + tl.arange(0, BLOCK_M)
             distance_NM = row_M.to(tl.float32)[None, :] - tl.arange(0, BLOCK_N).to(tl.float32)[:, None]
-        p_NM = probabilities(biased(t_NM, of_head, distance_NM, SPEC), (lse_M * LOG2E)[None, :], scale_log2)
+        if SPEC.bias:
+            row_M = m0 + tl.arange(0, BLOCK_M)
+            bias_NM = load_bias(of_head, row_M[None, :], (n0 + tl.arange(0, BLOCK_N))[:, None], rows_q, rows_k, True)
+            rest_M = load_row(lse_first + total_q, rows, BLOCK_M, SPEC.ragged)
+            s_NM = biased(t_NM, of_head, distance_NM, bias_NM, SPEC)
+            p_NM = probabilities_of_biased(s_NM, lse_M[None, :], rest_M[None, :], scale_log2)
+        else:
+            p_NM = probabilities(biased(t_NM, of_head, distance_NM, None, SPEC), (lse_M * LOG2E)[None, :], scale_log2)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (m0 < full_lo) | (m0 >= full_hi):
                 row_M = m0 + tl.arange(0, BLOCK_M)
@@ -128,7 +140,10 @@ def attn_bwd_dkdv(
     if n0 < rows_k:
         diagonal = 0 if SPEC.top_left else rows_k - rows_q
         group = heads_q // heads_kv
-        lse_first = head_pointer(lse, entry, head_kv * group, heads_q, total_q) + q_start
+        if SPEC.bias:
+            lse_first = head_pointer(lse, entry, head_kv * group, heads_q, 2 * total_q)
+        else:
+            lse_first = head_pointer(lse, entry, head_kv * group, heads_q, total_q) + q_start
         delta_first = lse_first
         k_base = rows_pointer(k, entry, head_kv, k_start + n0, TILE.align)
         k_ND = load_tile(tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, True)
@@ -145,7 +160,7 @@ def attn_bwd_dkdv(
         visit = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dk_ND, dv_NV = gather_dkdv(
             dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, extras, (entry, sequence, batch), head_kv * group, group, q_start,
-            rows_q, total_q, n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
+            rows_q, rows_k, total_q, n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         if SPEC.need_dk:
             dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
@@ -157,10 +172,13 @@ def attn_bwd_dkdv(
 
 @triton.jit
 def gather_dq(
-    dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, extras, q_pos_M, aligned_M, rows_k, lo, full_lo, full_hi, hi,
-    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, extras, q_pos_M, aligned_M, m0, rows_q, rows_k, visit, scale_log2,
+    left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [lo, hi) give to dQ of a block of query rows. aligned_M: positions as ALiBi has them."""
+    """Add what the keys [lo, hi) give to dQ of a block of query rows. aligned_M: positions as ALiBi has them. lse_M: in base 2; with a bias
+    this and rest_M are what `attn_bwd_shifts` gave. visit: (lo, full_lo, full_hi, hi)."""
+    lo, full_lo, full_hi, hi = visit
+    BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
     BLOCK_DV: tl.constexpr = TILE.block_dv
@@ -176,7 +194,13 @@ def gather_dq(
         distance_MN = None
         if SPEC.alibi:
             distance_MN = (aligned_M - n0).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
-        p_MN = probabilities(biased(t_MN, extras, distance_MN, SPEC), lse_log2_M[:, None], scale_log2)
+        if SPEC.bias:
+            row_M, key_N = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+            bias_MN = load_bias(extras, row_M[:, None], key_N[None, :], rows_q, rows_k, SPEC.ragged)
+            s_MN = biased(t_MN, extras, distance_MN, bias_MN, SPEC)
+            p_MN = probabilities_of_biased(s_MN, lse_M[:, None], rest_M[:, None], scale_log2)
+        else:
+            p_MN = probabilities(biased(t_MN, extras, distance_MN, None, SPEC), lse_M[:, None], scale_log2)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
@@ -217,7 +241,13 @@ def attn_bwd_dq(
         v_base = rows_pointer(v, entry, head_kv, k_start, TILE.align)
         q_MD = load_tile(tile_pointers(q, q_base, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         do_MV = load_tile(tile_pointers(dout, do_base, BLOCK_M, BLOCK_DV, TILE.align), rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
-        lse_log2_M = load_row(head_pointer(lse, entry, head, heads_q, total_q) + row, rows_q - m0, BLOCK_M, True) * LOG2E
+        rest_M = None
+        if SPEC.bias:
+            lse_first = head_pointer(lse, entry, head, heads_q, 2 * total_q) + row
+            lse_M = load_row(lse_first, rows_q - m0, BLOCK_M, True)
+            rest_M = load_row(lse_first + total_q, rows_q - m0, BLOCK_M, True)
+        else:
+            lse_M = load_row(head_pointer(lse, entry, head, heads_q, total_q) + row, rows_q - m0, BLOCK_M, True) * LOG2E
         delta_M = load_row(head_pointer(delta, entry, head, heads_q, total_q) + row, rows_q - m0, BLOCK_M, True)
         q_pos_M = m0 + diagonal + tl.arange(0, BLOCK_M)
         aligned_M = m0 + (rows_k - rows_q) + tl.arange(0, BLOCK_M)
@@ -225,10 +255,13 @@ def attn_bwd_dq(
         if SPEC.prescaled:
             q_MD = q_MD * scale_log2
             scale_log2 = 1.0
-        of_head = Extras(extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap_log2)
-        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
+        of_head = Extras(
+            extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
+            bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
+        )  # fmt: skip
+        visit = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dq_MD = gather_dq(
-            dq_MD, q_MD, do_MV, lse_log2_M, delta_M, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, rows_k, lo, full_lo, full_hi, hi,
+            dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, m0, rows_q, rows_k, visit,
             scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         dq_base = rows_pointer(dq, entry, head, row, TILE.align)

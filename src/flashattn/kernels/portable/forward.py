@@ -10,7 +10,7 @@ import triton.language as tl
 from ..common.bounds import key_range
 from ..common.index import head_pointer, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
-from ..common.score import score, sink_of_head, slope_of_head
+from ..common.score import bias_of_head, load_bias, score, sink_of_head, slope_of_head
 from ..common.softmax import finish, softmax_step
 from ..structs import SIZES, Extras
 from .profile import forward_metadata
@@ -18,10 +18,12 @@ from .profile import forward_metadata
 
 @triton.jit
 def attend(
-    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, q_pos_M, aligned_M, rows_k, lo, full_lo, full_hi, hi, scale_log2, left, right,
-    SPEC: tl.constexpr, TILE: tl.constexpr,
+    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, q_pos_M, aligned_M, m0, rows_q, rows_k, lo, full_lo, full_hi, hi, scale_log2,
+    left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask. aligned_M: positions as ALiBi has them."""
+    """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask. aligned_M: positions as ALiBi has
+    them. m0: the first row, of rows_q."""
+    BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
     BLOCK_DV: tl.constexpr = TILE.block_dv
@@ -35,13 +37,17 @@ def attend(
         distance_MN = None
         if SPEC.alibi:
             distance_MN = (aligned_M - n0).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
-        s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, distance_MN, SPEC)
+        bias_MN = None
+        if SPEC.bias:
+            row_M, key_N = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+            bias_MN = load_bias(extras, row_M[:, None], key_N[None, :], rows_q, rows_k, SPEC.ragged)
+        s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, distance_MN, bias_MN, SPEC)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
                 s_MN = tl.where(keep, s_MN, float("-inf"))
-        p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2)
+        p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, SPEC)
         v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
         acc_MV = tl.dot(p_MN.to(v_NV.dtype), v_NV, acc_MV * alpha_M[:, None], input_precision=PRECISION)
     return acc_MV, m_M, l_M
@@ -80,16 +86,19 @@ def attn_fwd(
 
         acc_MV = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         # as if a key of value 0, whose score is the sink, had been folded in
-        of_head = Extras(extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap_log2)
+        of_head = Extras(
+            extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
+            bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
+        )  # fmt: skip
         sink = sink_of_head(extras, sequence, batch, head, SPEC)
         m_M = tl.full([BLOCK_M], sink, tl.float32)
         l_M = tl.where(m_M == float("-inf"), 0.0, 1.0)
         lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         acc_MV, m_M, l_M = attend(
-            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, rows_k,
+            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, m0, rows_q, rows_k,
             lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
-        out_MV, lse_M = finish(acc_MV, m_M, l_M)
+        out_MV, lse_M = finish(acc_MV, m_M, l_M, SPEC)
         out_base = rows_pointer(out, entry, head, q_start + m0, TILE.align)
         store_tile(tile_pointers(out, out_base, BLOCK_M, BLOCK_DV, TILE.align), out_MV, rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
         offs_m = tl.arange(0, BLOCK_M)

@@ -52,7 +52,7 @@ def attend_tangent(
         if SPEC.alibi:
             distance_MN = (aligned_M - n0).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
         t_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, SPEC)
-        s_MN = biased(t_MN, extras, distance_MN, SPEC)
+        s_MN = biased(t_MN, extras, distance_MN, None, SPEC)
         if SPEC.scores_move:
             ts_MN = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
             if tq_MD is not None:
@@ -68,7 +68,7 @@ def attend_tangent(
                 s_MN = tl.where(keep, s_MN, float("-inf"))
                 if SPEC.scores_move:
                     ts_MN = tl.where(keep, ts_MN, 0.0)  # it may be infinite there, and a probability of 0 would not end that
-        p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2)
+        p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, SPEC)
         v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
         mu_M = mu_M * alpha_M
         tacc_MV = tacc_MV * alpha_M[:, None]
@@ -122,7 +122,7 @@ def attn_jvp(
 
         acc_MV = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
         tacc_MV = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-        of_head = Extras(extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap_log2)
+        of_head = Extras(extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap)
         m_M = tl.full([BLOCK_M], sink_of_head(extras, sequence, batch, head, SPEC), tl.float32)
         l_M = tl.where(m_M == float("-inf"), 0.0, 1.0)
         mu_M = tl.zeros([BLOCK_M], tl.float32)
@@ -133,7 +133,7 @@ def attn_jvp(
             acc_MV, tacc_MV, m_M, l_M, mu_M, q_MD, tq_MD, k, v, tk, tv, (entry, head // (heads_q // heads_kv), k_start), of_head, q_pos_M,
             aligned_M, rows_k, visit, scale, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
-        out_MV, lse_M = finish(acc_MV, m_M, l_M)
+        out_MV, lse_M = finish(acc_MV, m_M, l_M, SPEC)
         inverse_M = tl.div_rn(1.0, tl.where(l_M == 0.0, 1.0, l_M))
         tlse_M = mu_M * inverse_M
         tout_MV = tacc_MV * inverse_M[:, None] - tlse_M[:, None] * out_MV
