@@ -71,15 +71,16 @@ def tangents(data: Data, which: str, grad=False) -> list:
 
 
 def jvp_arguments(data: Data, impl: str, which="qkvs", grad=False) -> tuple:
-    q, k, v, *rest = forward_arguments(data, impl, grad)
-    return q, k, v, *tangents(data, which, grad), *rest
+    q, k, v, slopes, sinks, _, *rest = forward_arguments(data, impl, grad)
+    return q, k, v, *tangents(data, which, grad), slopes, sinks, *rest
 
 
 def second_arguments(data: Data, impl: str, which="qkvs", needs=(True, True, True)) -> tuple:
     needs = *needs, data.sinks is not None
     v = data.v if set(which) != {"v"} else None
     sent = data.dout, data.dlse, data.q, data.k, v
-    return *sent, *tangents(data, which), data.v.shape[-1], *options(data, impl), *needs
+    slopes, sinks, _, *rest = options(data, impl)
+    return *sent, *tangents(data, which), data.v.shape[-1], slopes, sinks, *rest, *needs
 
 
 def cases(where, *layouts):

@@ -170,8 +170,8 @@ def test_launchers_have_one_signature(name):
     expected = {
         "forward": ["problem", "q", "k", "v", *at_the_end, "token"],
         "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", *at_the_end],
-        "tangent": ["problem", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end],
-        "second": ["problem", "needs", "dout", "dlse", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end],
+        "tangent": ["problem", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end[:-1]],
+        "second": ["problem", "needs", "dout", "dlse", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end[:-1]],
     }
     for direction in ROWS[name].directions:
         assert list(inspect.signature(getattr(module, direction)).parameters) == expected[direction]
