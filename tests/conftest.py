@@ -20,7 +20,7 @@ import torch
 
 from aot import CompilePool, Job
 from poison import poison
-from shards import pytest_addoption, pytest_collection_modifyitems  # noqa: F401  (hooks)
+from shards import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_setup  # noqa: F401  (hooks)
 
 CUDA = torch.cuda.is_available()
 if not CUDA:

@@ -1,10 +1,12 @@
 """Which of the collected tests run in this process: `--shard i/n` takes every n-th, `--no-big` leaves the big ones out.
 
 n processes with the shards 1/n ... n/n run each test exactly once. They share one GPU and its memory: what they share out is the
-compilation of the kernels, which takes a CPU core each and most of the time. conftest.py takes the two hooks over.
+compilation of the kernels, which takes a CPU core each and most of the time. No test begins after `--until`, the time of day in seconds
+since 1970: those left are skipped, and gpu_record.py counts them. conftest.py takes the hooks over.
 """
 
 import re
+import time
 
 import pytest
 
@@ -13,6 +15,7 @@ def pytest_addoption(parser):
     group = parser.getgroup("flashattn")
     group.addoption("--shard", type=_shard, metavar="I/N", help="run only the I-th of N equal parts of the selected tests")
     group.addoption("--no-big", action="store_true", help="leave out the tests that need tens of gigabytes of GPU memory")
+    group.addoption("--until", type=float, metavar="TIME", help="begin no test after this time (seconds since 1970)")
 
 
 def _shard(text: str) -> tuple[int, int]:
@@ -35,3 +38,9 @@ def pytest_collection_modifyitems(config, items):
         chosen = set(map(id, kept))
         config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
         items[:] = kept
+
+
+def pytest_runtest_setup(item):
+    until = item.config.getoption("--until")
+    if until and time.time() > until:
+        pytest.skip("unfinished: not begun before the time limit")

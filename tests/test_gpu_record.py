@@ -126,7 +126,7 @@ def test_check(tmp_path):
     content = json.loads(record.read_text())
     assert [content[key] for key in ("passed", "failed", "skipped", "xfailed", "seconds", "device")] == [7, 0, 1, 0, 12, "A GPU"]
     good, line = check(record, source)
-    assert good and line.startswith("gpu record: up to date (7 passed, 0 failed, 1 skipped, 0 xfailed on A GPU, 20")
+    assert good and line.startswith("gpu record: up to date (7 passed, 0 failed, 1 skipped, 0 xfailed, 0 unfinished on A GPU, 20")
     planted(tmp_path / "source", SOURCE.replace("b=2", "b=3"))
     good, line = check(record, source)
     assert not good and line.startswith("gpu record: stale, src/flashattn has changed since (7 passed")
@@ -172,7 +172,7 @@ def test_not_selected(): raise ValueError
 def run_planted(tmp_path, more="", shards=2, seconds=120.0):
     """The runner on planted tests; `slow` stands for `gpu`, which would be skipped here, and a bare conftest for ours."""
     tests = planted(tmp_path / "tests", PLANTED_TESTS.format(done=tmp_path / "done") + more, name="test_planted.py")
-    (tests / "conftest.py").write_text("from shards import pytest_addoption, pytest_collection_modifyitems\n")
+    (tests / "conftest.py").write_text("from shards import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_setup\n")
     extra = ["-c", str(TESTS.parent / "pyproject.toml")]
     return run_tier(tests, tmp_path / "logs", shards, seconds, "slow", extra)
 
@@ -211,13 +211,24 @@ def test_that_kills_the_process(): os._exit(3)
     assert "big ended with code 3 and no report; see" in printed
 
 
-def test_what_hangs_is_ended_at_the_limit_and_has_failed(tmp_path, capsys):
+def test_what_hangs_is_ended_after_the_limit_and_has_failed(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(gpu_record, "GRACE", 0)
     more = "\n@pytest.mark.slow\ndef test_that_hangs(): time.sleep(600)\n"
     started = time.monotonic()
     assert run_planted(tmp_path, more, shards=1, seconds=5.0)["failed"] >= 1
     assert time.monotonic() - started < 60
     assert "still running at the time limit" in capsys.readouterr().out
     assert (tmp_path / "logs" / "shard-1-of-1.log").read_text().rstrip().endswith("test_that_hangs")
+
+
+def test_tests_that_the_limit_leaves_out_are_counted(tmp_path):
+    more = "\n@pytest.mark.slow\ndef test_that_takes_until_then(): time.sleep(6)\n"
+    more += "".join(f"\n@pytest.mark.slow\ndef test_after_it_{i}(): pass\n" for i in range(3))
+    counts = run_planted(tmp_path, more, shards=1, seconds=4.0)
+    assert counts == Counter(passed=6, skipped=1, xfailed=1, unfinished=3)
+    record = tmp_path / "record.json"
+    write(record, counts, 4.0, MACHINE, digest(gpu_record.SOURCE))
+    assert not check(record)[0] and "3 unfinished" in check(record)[1]
 
 
 def test_a_test_file_that_does_not_load_fails_the_run(tmp_path):
@@ -232,7 +243,10 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path, monkeypatch, caps
     assert not (tmp_path / "record.json").exists()
 
 
-@pytest.mark.parametrize("counts, code", [(Counter(passed=3), 0), (Counter(passed=3, failed=1), 1), (Counter(skipped=3), 1)])
+@pytest.mark.parametrize(
+    "counts, code",
+    [(Counter(passed=3), 0), (Counter(passed=3, failed=1), 1), (Counter(skipped=3), 1), (Counter(passed=3, unfinished=1), 1)],
+)
 def test_the_record_and_the_exit_code(tmp_path, monkeypatch, capsys, counts, code):
     monkeypatch.setattr(gpu_record, "machine", lambda: MACHINE)
     monkeypatch.setattr(gpu_record, "run_tier", lambda *_: counts)
