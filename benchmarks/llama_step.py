@@ -32,7 +32,8 @@ def model(size: str, implementation: str, device: torch.device, dtype: torch.dty
 
     torch.manual_seed(0)
     config = LlamaConfig(**SIZES[size], max_position_embeddings=1 << 17)
-    return LlamaForCausalLM._from_config(config, attn_implementation=implementation, dtype=dtype).to(device).train()
+    with torch.device(device):  # a billion numbers take a minute to draw on a CPU
+        return LlamaForCausalLM._from_config(config, attn_implementation=implementation, dtype=dtype).train()
 
 
 def step(net, optimizer, tokens) -> float:

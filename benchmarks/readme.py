@@ -127,7 +127,8 @@ def caption(data: dict, measured: dict[tuple[str, str], dict[str, dict]]) -> str
     runs, workloads = data["runs"], [WORKLOADS[name] for name, _ in measured]
     versions = {name: same([run["versions"][name] for run in runs], name) for name in ("torch", "triton", "cudnn")}
     dates = " and ".join(dict.fromkeys(run["date"][:10] for run in runs))
-    tokens = same([f"{w.rows[0] * w.rows[1]:,}".replace(",", " ") for w in workloads], "tokens")
+    counts = {w.rows[0] * w.rows[1] for w in workloads}  # a length may not divide what the others share
+    tokens = " to ".join(f"{count:,}".replace(",", " ") for count in sorted({min(counts), max(counts)}))
     widths = " or ".join(str(width) for width in sorted({w.heads_q * w.head_dim for w in workloads}))
     dtype = same([w.dtype for w in workloads], "dtype")
     cudnn = ".".join(str(int(versions["cudnn"]) // unit % 100) for unit in (10000, 100, 1))  # 91900 is 9.19.0
