@@ -171,6 +171,22 @@ def sharded_biases(rank):
             torch.testing.assert_close([x.full_tensor() for x in found], list(gradients))
 
 
+def sharded_dropout(rank):
+    """No shard knows its place in the whole, on which the mask depends."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh(DEVICE, (WORLD,))
+    shards = [distribute_tensor(x.detach(), mesh, [Shard(2)]) for x in tensors()]
+    try:
+        attention(*shards, dropout_p=0.5)
+    except NotImplementedError as error:
+        assert "dropout_p=0.5 of a DTensor is not implemented" in str(error)
+    else:
+        raise AssertionError("dropout of a DTensor was not refused")
+    local = [x.to_local() for x in shards]
+    assert attention(*local, dropout_p=0.5, dropout_seed=rank).shape == (4, 5, 2, 8)
+
+
 def sharded_compiled(rank):
     """The compiler asks for the rule before any call was made."""
     from torch.distributed.tensor import Shard, distribute_tensor

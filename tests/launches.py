@@ -19,6 +19,10 @@ def extras_of(problem: Problem):
     return [*found, torch.empty([size if dim in problem.bias_dims else 1 for dim, size in sizes], dtype=dtype, device="meta")]
 
 
+def rng_of(problem: Problem):
+    return torch.empty(2, dtype=torch.int64, device="meta") if problem.dropout else None
+
+
 def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = True, moving: str = "qkvs"):
     """(kernel, arguments, options) of one pass, with the row that the table has for it; "hopper" is the forward of that kernel.
 
@@ -42,7 +46,7 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
     slopes, sinks, bias = extras_of(problem)
     if name == "forward":
-        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks, bias)
+        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks, bias, rng_of(problem))
     elif name == "tangent":
         tangents = [x if side in moving else None for side, x in (("q", q), ("k", k), ("v", v), ("s", sinks))]
         kernel, _, args, options = launch.tangent_launch(
@@ -50,21 +54,21 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
         )
     elif name == "hopper":
         counter = torch.empty(2, dtype=torch.int32, device="meta") if row.tickets else None
-        kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter, slopes, sinks)
+        kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter, slopes, sinks, rng_of(problem))
     elif name == "delta":
         kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse if dlse else None, delta)
     elif name == "dq":
-        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes, bias)
+        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes, bias, rng_of(problem))
     elif name == "shifts":
         kernel, _, args, options = launch_bias.shifts_launch(problem, row, q, k, lse, lse, slopes, sinks, bias)
     elif name == "dbias":
         shared = launch_bias.shared_by(bias)
         _, splits = launch_bias.splits_of(problem, row, shared)
-        tensors = q, k, v, out, lse, delta, bias if splits == 1 else lse, slopes, bias
+        tensors = q, k, v, out, lse, delta, bias if splits == 1 else lse, slopes, bias, rng_of(problem)
         kernel, _, args, options = launch_bias.dbias_launch(problem, row, splits, shared, *tensors)
     else:
         wanted = (k if "k" in needs and name != "dv" else None, v if "v" in needs and name != "dk" else None)
-        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu, slopes, bias)
+        kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *cu, slopes, bias, rng_of(problem))
     return kernel, args, options
 
 
@@ -102,6 +106,6 @@ def hopper_backward_launch(problem: Problem, needs: str = "qkv", row=None, name:
         dk, dv = k if "k" in needs else None, v if "v" in needs else None
         v = None if needs == "v" else v
         kernel, _, args, options = launch.backward_launch(
-            problem, row, q, k, v, dout, numbers, sums, dk, dv, turns, *cu, extras_of(problem)[0]
+            problem, row, q, k, v, dout, numbers, sums, dk, dv, turns, *cu, extras_of(problem)[0], rng_of(problem)
         )
     return kernel, args, options

@@ -20,9 +20,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from flashattn import attention, attention_varlen, explain
+from flashattn import attention, attention_varlen, dropout_mask, explain
 from flashattn.problem import default_scale
-from flashattn.reference import attention_reference, attention_scores, attention_varlen_reference, distances, keep_mask
+from flashattn.reference import attention_reference, attention_scores, attention_varlen_reference, distances, dropped, keep_mask
 from inputs import STRIDES, Data, dense, packed, with_extras
 
 __all__ = [
@@ -138,6 +138,20 @@ def expect(data: Data, *, grads="qkvsb", lse_grad=True, peer_dtype=None, **optio
     return Expected(oracle, peer._replace(lse=lse), magnitude, oracle.lse == -torch.inf if data.sinks is None else empty, unseen)
 
 
+def with_masks(data: Data, options: dict, at_b=slice(None), at_h=slice(None)) -> dict:
+    """The options with the mask of dropout itself in the place of its seed, for these batch entries and query heads: a list of masks, one a
+    sequence, if data are packed."""
+    p, seed, heads, device = options.get("dropout_p"), options.get("dropout_seed"), data.q.shape[-2], data.q.device
+    if not p:
+        return options
+    if not data.packed:
+        mask = dropout_mask(p, seed, data.q.shape[0], heads, data.q.shape[1], data.k.shape[1], device=device)[at_b, at_h]
+    else:
+        lengths = enumerate(zip(data.cu_q.diff().tolist(), data.cu_k.diff().tolist(), strict=True))
+        mask = [dropout_mask(p, seed, n + 1, heads, *rows, device=device)[n:, at_h] for n, rows in lengths]
+    return options | {"dropout_seed": mask}
+
+
 def _attend(data: Data, q, k, v, options, sinks=None, bias=None):
     options = options | extras_of(data, sinks, bias)
     if data.packed:
@@ -196,7 +210,7 @@ def _reference(data: Data, dtype, grads, lse_grad, options) -> Results:
     total = _zeros_like_results(data, torch.float64, grads)  # one dtype for all, so that key heads cut in two are not rounded twice
     for piece, at_b, at_h, at_kv in _pieces(data, itemsize=torch.finfo(dtype).bits // 8):
         *inputs, sinks, bias = leaves = _leaves(piece, grads, dtype)
-        out, lse = _attend(piece, *inputs, options, sinks, bias)
+        out, lse = _attend(piece, *inputs, with_masks(data, options, at_b, at_h), sinks, bias)
         *parts, dsinks, dbias = out, lse, *_gradients(out, lse, piece.dout.to(dtype), piece.dlse if lse_grad else None, leaves)
         for sum_, part, at in zip(total, parts, (at_h, at_h, at_h, at_kv, at_kv), strict=False):
             if sum_ is not None:
@@ -220,11 +234,14 @@ def _magnitude(data: Data, lse_grad, options, off_tanh=TANH) -> Results:
         dsinks = None if total.dsinks is None else total.dsinks[at_h]
         dbias = None if total.dbias is None else total.dbias[bias_at(total.dbias, at_b, at_h)]
         if not data.packed:
-            _add_magnitude([*sums, dsinks, dbias], tensors, data.q.dtype, options | extras_of(piece), off_tanh)
+            masked = with_masks(data, options, at_b, at_h) | extras_of(piece)
+            _add_magnitude([*sums, dsinks, dbias], tensors, data.q.dtype, masked, off_tanh)
             continue
+        masks = with_masks(data, options, at_b, at_h).get("dropout_seed")
         cu_q, cu_k = data.cu_q.tolist(), data.cu_k.tolist()
         for n, (q0, q1, k0, k1) in enumerate(zip(cu_q, cu_q[1:], cu_k, cu_k[1:], strict=False)):
             extras = extras_of(piece if piece.slopes is None or piece.slopes.dim() == 1 else piece.with_(slopes=piece.slopes[n]))
+            extras |= {"dropout_seed": masks[n]} if isinstance(masks, list) else {}
             at_q, at_k = slice(q0, q1), slice(k0, k1)
             alone = [x[None, at] for x, at in zip(tensors, (at_q, at_k, at_k, at_q, at_q), strict=True)]
             parts = [x[None, at] for x, at in zip(sums, (at_q, at_q, at_q, at_k, at_k), strict=True)]
@@ -249,7 +266,8 @@ def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
     two of what it subtracts and one of the rest. ds is off by g times the above, and by what g is off, 2 |tanh| times that of tanh and a
     rounding, times |dp_ij - delta_i + dlse_i|. A sink's gradient sums p_i of the same kind, of a score that comes as it is:
     sum_i p_i (|sink| + |lse_i| + 2) |delta_i - dlse_i| and what delta is off. A bias adds a rounding of the score that it makes; its
-    gradient is p_ij (dp_ij - delta_i + dlse_i), off as ds is without a softcap.
+    gradient is p_ij (dp_ij - delta_i + dlse_i), off as ds is without a softcap. Dropout multiplies
+    v_j and dp_ij with z_ij wherever they stand beside p_ij above.
     """
     q, k, v, dout, dlse = tensors
     signed_scale = default_scale(q.shape[-1]) if options.get("softmax_scale") is None else options["softmax_scale"]
@@ -263,7 +281,10 @@ def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
     keep = keep_mask(q.shape[1], k.shape[1], causal=options.get("causal", False), window=options.get("window"), device=q.device)
     s = heads_inside(attention_scores(q, k, signed_scale, softcap=cap, alibi_slopes=slopes, bias=bias))
     p = torch.where(keep[:, None] & (s != -math.inf), torch.exp(s - lse.transpose(-1, -2)[..., None]), 0.0)
-    spread = (torch.einsum(over_j, p, v.square()) - out.square()).clamp_min(0.0).sqrt()
+    z = torch.ones_like(p)
+    if options.get("dropout_p"):
+        z = dropped(z.transpose(1, 2), options["dropout_p"], options["dropout_seed"]).transpose(1, 2)
+    spread = (torch.einsum(over_j, p * z.square(), v.square()) - out.square()).clamp_min(0.0).sqrt()
     delta = (dout * out).sum(-1, keepdim=True)
     t = scale * torch.einsum(over_dim, q.abs(), k.abs())
     g, off_g = 1.0, 0.0
@@ -279,17 +300,17 @@ def _add_magnitude(sums, tensors, dtype, options, off_tanh) -> None:
         t = t + torch.where(p > 0, s.abs(), 0.0)
     w = 2 * t + 2
     x = w + lse.abs().nan_to_num(posinf=0.0).transpose(-1, -2)[..., None]
-    resid = (torch.einsum(over_dim, dout, v) - delta + dlse).abs()
+    resid = (z * torch.einsum(over_dim, dout, v) - delta + dlse).abs()
     rounding = torch.linalg.vector_norm(dout * (out - out.to(dtype).float()), dim=-1, keepdim=True) / EPS32
     off_delta = (dout * out).abs().sum(-1, keepdim=True) + dlse.abs() + rounding
-    off_dp = x * resid + torch.einsum(over_dim, dout.abs(), v.abs()) + off_delta
+    off_dp = x * resid + z * torch.einsum(over_dim, dout.abs(), v.abs()) + off_delta
     y = g * off_dp + off_g * resid
     found = (
         (p * w.square()).sum(-1, keepdim=True).sqrt() * spread,
         (p * (t + 2)).sum(-1),
         scale * torch.einsum(over_j, p * y, k.abs()),
         scale * torch.einsum(over_i, p * y, q.abs()).unflatten(2, (heads_kv, -1)).sum(3),
-        torch.einsum(over_i, p * x, dout.abs()).unflatten(2, (heads_kv, -1)).sum(3),
+        torch.einsum(over_i, p * z * x, dout.abs()).unflatten(2, (heads_kv, -1)).sum(3),
     )
     for total, part in zip(sums, found, strict=False):
         total.add_(part)
@@ -309,6 +330,7 @@ def _unkept(data: Data, options) -> tuple[Tensor, Tensor]:
     rows, keys = (x[..., :1] if data.bias is not None else (x if data.packed else x[:1])[..., :1, :1] for x in (data.q, data.k))
     rows, keys = torch.zeros_like(rows, dtype=torch.float32), torch.zeros_like(keys, dtype=torch.float32)
     values = torch.ones_like(keys, requires_grad=True)
+    options = {name: x for name, x in options.items() if not name.startswith("dropout")}
     bias = data.bias if data.bias is None or data.bias.dtype == torch.bool else data.bias != -torch.inf
     out, lse = _attend(data.with_(slopes=None, sinks=None, bias=None), rows, keys, values, options, bias=bias)
     return lse == -torch.inf, torch.autograd.grad(out, values, torch.ones_like(out))[0] == 0
@@ -377,7 +399,8 @@ def compare(results: Results, expected: Expected, dtype: torch.dtype, bias_dtype
 def check(
     data: Data, impl: str | None, *, grads="qkvsb", lse_grad=True, layout="bshd", peer_dtype=None, deterministic=False, **options
 ) -> Results:
-    """Run and compare with the oracle; options: causal, window, softmax_scale, softcap. Returns the results for further questions.
+    """Run and compare with the oracle; options: causal, window, softmax_scale, softcap, dropout_p with
+    dropout_seed. Returns the results for further questions.
 
     Beside "portable" the forward of "hopper" is run and compared too, where it would be chosen: every test of the one is a test of both.
     peer_dtype: of the low-precision peer, where that of the inputs overflows.
@@ -389,7 +412,7 @@ def check(
         on_hopper = expected._replace(magnitude=_magnitude(data, lse_grad, options, FAST_TANH))
     bias_dtype = None if data.bias is None else data.bias.dtype
     compare(results, on_hopper if impl == "hopper" else expected, data.q.dtype, bias_dtype)
-    explained = options | extras_of(data)
+    explained = {name: x for name, x in (options | extras_of(data)).items() if name != "dropout_seed"}
     if impl == "portable" and explain(data.q, data.k, data.v, data.cu_q, data.cu_k, **explained).kernels["forward"] == "hopper":
         compare(run(data, "hopper", grads="", layout=layout, deterministic=deterministic, **options), on_hopper, data.q.dtype)
     return results

@@ -41,6 +41,7 @@ class Variant:
     sinks: bool = False
     bias: str | None = None
     bias_dims: str = ""
+    dropout: float = 0.0
 
 
 VARIANTS = {
@@ -71,6 +72,8 @@ EXTRAS = {
     "all-packed": Variant(right=0, varlen=True, group=2, softcap=50.0, alibi=True, sinks=True),
     "bias": Variant(right=0, ragged_lengths=True, group=2, bias="bfloat16", bias_dims="hqk"),
     "mask": Variant(left=300, right=5, half="float16", group=2, alibi=True, sinks=True, bias="bool", bias_dims="bk"),
+    "dropout": Variant(right=0, ragged_lengths=True, group=2, dropout=0.1),
+    "dropout-bias": Variant(group=2, bias="bfloat16", bias_dims="hqk", dropout=0.1),
 }
 OF_A_BIAS = {
     "bias": EXTRAS["bias"],
@@ -131,6 +134,7 @@ def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Pr
         sinks=variant.sinks,
         bias=variant.bias,
         bias_dims=variant.bias_dims,
+        dropout=variant.dropout,
     )
 
 

@@ -37,6 +37,8 @@ EXTRAS = {
     "alibi": {"window_right": 0, "alibi": True},
     "sinks": {"window_left": 127, "window_right": 0, "sinks": True},
     "all-packed": {**VARIANTS["packed-window"], "softcap": 50.0, "alibi": True, "sinks": True},
+    "dropout": {"window_right": 0, "dropout": 0.1},
+    "dropout-packed": {**VARIANTS["packed-window"], "dropout": 0.1},
 }
 OF_BACKWARD = {  # where it has rows of its own
     "masked": {"window_right": 0, "seqlen_k": 2045, "seqlen_q": 2045},
@@ -47,6 +49,7 @@ DIMS = [(64, 64), (128, 128), (256, 256), (192, 128)]  # each takes all variants
 EXTRA_DIMS = {
     "short": [(64, 64)], "masked": [], "large-group": [],
     "softcap": [(128, 128)], "alibi": [(128, 128), (256, 256)], "sinks": [(64, 64)], "all-packed": DIMS,
+    "dropout": DIMS, "dropout-packed": [(64, 64), (128, 128)],
 }  # fmt: skip
 OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (192, 192), (256, 64), (64, 256)]
 
@@ -71,6 +74,7 @@ def jobs() -> list[Job]:
 # with these 12 % more speed than two.
 SPILLED = {
     (64, 64, "packed-causal"): 288, (192, 128, "window"): 128, (256, 256, "all-packed"): 160,
+    (256, 256, "dropout"): 32,
 }  # fmt: skip
 
 

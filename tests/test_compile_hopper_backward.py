@@ -36,7 +36,8 @@ def build(head_dim: int, head_dim_v: int, variant: str, needs: str, ordered: boo
 def runs(head_dim: int, head_dim_v: int, variant: str) -> bool:
     if (head_dim, head_dim_v) not in EXTRA_DIMS.get(variant, DIMS):
         return False
-    return not problem_of(head_dim, head_dim_v, variant).softcap or max(head_dim, head_dim_v) <= 128
+    problem = problem_of(head_dim, head_dim_v, variant)
+    return not (problem.softcap or problem.dropout) or max(head_dim, head_dim_v) <= 128
 
 
 def jobs() -> list[Job]:

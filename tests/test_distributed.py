@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_availa
 
 
 # the first comes before any call was made
-NAMES = ("sharded_compiled", "sharded", "sharded_packed", "sharded_variants", "sharded_biases", "ddp", "fsdp2")
+NAMES = ("sharded_compiled", "sharded", "sharded_packed", "sharded_variants", "sharded_biases", "sharded_dropout", "ddp", "fsdp2")
 
 
 @pytest.fixture(scope="module")

@@ -156,6 +156,22 @@ def test_variants(name, value):
     assert_same(fa.flash_attn_varlen_func(*packed, cu_q, cu_k, 5, 7, causal=True, **{name: value}), out.flatten(0, 1))
 
 
+def test_dropout():
+    q, k, v = tensors(5, 7)
+    cu_q, cu_k = (torch.arange(3, dtype=torch.int32) * rows for rows in (5, 7))
+    rows = [x.flatten(0, 1) for x in (q, k, v)]
+    calls = {
+        "dense": lambda: fa.flash_attn_func(q, k, v, 0.5, causal=True),
+        "kvpacked": lambda: fa.flash_attn_kvpacked_func(q, torch.stack([k, v], dim=2), 0.5, causal=True),
+        "varlen": lambda: fa.flash_attn_varlen_func(*rows, cu_q, cu_k, 5, 7, 0.5, causal=True).view(q.shape),
+    }
+    for call in calls.values():
+        torch.manual_seed(0)
+        seed = torch.randint(2**63 - 1, (2,), dtype=torch.int64)
+        torch.manual_seed(0)
+        torch.testing.assert_close(call(), attention(q, k, v, causal=True, dropout_p=0.5, dropout_seed=seed))
+
+
 @lacks_softcap
 def test_what_attention_lacks_is_named():
     q, k, v = tensors(5, 7)
@@ -176,13 +192,11 @@ def test_options_reach_attention_as_soon_as_it_takes_them(monkeypatch):
 
 def refusals():
     x = torch.ones(1)
-    yield fa.flash_attn_func, (), {"dropout_p": 0.1}, r"dropout_p=0\.1 is not implemented"
     for name in ("qv", "q_descale", "k_descale", "v_descale"):
         yield fa3.flash_attn_func, (), {name: x}, f"{name} is not implemented"
     yield fa3.flash_attn_func, (), {"attention_chunk": 64}, "attention_chunk=64 is not implemented"
     cu = torch.tensor([0, 5], dtype=torch.int32)
     yield fa.flash_attn_varlen_func, (cu, cu, 5, 5), {"block_table": x}, "block_table is not implemented"
-    yield fa.flash_attn_varlen_func, (cu, cu, 5, 5), {"dropout_p": 0.1}, "dropout_p"
     for name in ("seqused_q", "seqused_k"):
         yield fa3.flash_attn_varlen_func, (cu, cu, 5, 5), {name: cu}, f"{name} is not implemented"
 

@@ -23,12 +23,13 @@ MOST_ARGUMENTS, MOST_FUNCTION_LINES, MOST_FILE_LINES = 26, 120, 300
 
 # Room -> (rooms of flashattn it may import besides itself, heavy packages it may import). The first row that fits a module counts.
 ARROWS = {
-    "flashattn.api": ({"problem", "checks", "torch_ops", "dispatch"}, {"torch"}),
+    "flashattn.api": ({"problem", "checks", "dropout", "torch_ops", "dispatch"}, {"torch"}),
     "flashattn.problem": (set(), set()),
+    "flashattn.dropout": ({"problem", "checks"}, {"torch"}),
     "flashattn.checks": ({"problem"}, {"torch"}),
-    "flashattn.reference": ({"problem"}, {"torch", "einops"}),
+    "flashattn.reference": ({"problem", "dropout"}, {"torch", "einops"}),
     "flashattn.merge": (set(), {"torch"}),
-    "flashattn.eager": ({"problem"}, {"torch", "einops"}),
+    "flashattn.eager": ({"problem", "dropout"}, {"torch", "einops"}),
     "flashattn.torch_ops": ({"problem", "checks", "dispatch", "launch", "roofline.gpus"}, {"torch"}),
     "flashattn.dispatch": ({"problem", "roofline.gpus", "roofline.work", "roofline.bound"}, set()),
     "flashattn.roofline.gpus": (set(), set()),
@@ -54,7 +55,7 @@ ARROWS = {
     "flashattn.info": ({"api", "problem", "dispatch"}, {"torch"}),
     "flashattn.commands": ({"ahead", "info", "roofline.cli", "roofline.report"}, set()),
     "flashattn.__main__": ({"commands"}, set()),
-    "flashattn": ({"ahead", "api", "merge", "reference"}, set()),
+    "flashattn": ({"ahead", "api", "dropout", "merge", "reference"}, set()),
 }
 KERNEL_IMPORTS = {"triton", "math", "typing", "flashattn"}  # all that device code may import: what else could it use?
 POISONED = {"empty", "empty_like", "new_empty"}  # what tests/poison.py fills; other uninitialised memory would escape it

@@ -19,7 +19,7 @@ HEADS = 8, 2
 CALLS = 60
 
 
-def problem_of(kind: str, cc: int, dim: int, causal: bool, lengths: tuple[int, ...]) -> Problem:
+def problem_of(kind: str, cc: int, dim: int, causal: bool, lengths: tuple[int, ...], dropout: float = 0.0) -> Problem:
     """lengths: seqlen_q, seqlen_k, batch; and, packed, total_q and total_k."""
     seqlen_q, seqlen_k, batch, *totals = lengths
     total_q, total_k = totals or (0, 0)
@@ -27,14 +27,14 @@ def problem_of(kind: str, cc: int, dim: int, causal: bool, lengths: tuple[int, .
     return Problem(
         dtype="bfloat16", batch=batch, seqlen_q=seqlen_q, seqlen_k=seqlen_k, heads_q=heads_q, heads_kv=heads_kv, head_dim=dim,
         head_dim_v=dim, softmax_scale=0.1, window_right=0 if causal else None, varlen=kind == "packed", total_q=total_q, total_k=total_k,
-        capability=CAPABILITIES[cc],
+        capability=CAPABILITIES[cc], dropout=dropout,
     )  # fmt: skip
 
 
-def build(kind: str, cc: int, dim: int, causal: bool, lengths: tuple[int, ...], name: str):
+def build(kind: str, cc: int, dim: int, causal: bool, lengths: tuple[int, ...], name: str, dropout: float = 0.0):
     from launches import launch_of
 
-    return launch_of(problem_of(kind, cc, dim, causal, lengths), name)
+    return launch_of(problem_of(kind, cc, dim, causal, lengths, dropout), name)
 
 
 def planted(name: str, total: int, batch: int):
@@ -84,6 +84,14 @@ def test_lengths_compile_nothing_anew(worker, kind, cc, dim, causal):
         tiles = {portable_rows(problem_of(kind, cc, dim, causal, lengths))[name] for lengths in calls}
         allowed = 1 if kind == "packed" or name == "delta" else 1 + len(tiles)
         assert len(keys) <= allowed, f"{name}: {len(keys)} kernels for {len(calls)} calls: {differences(keys)}"
+
+
+def test_probabilities_of_dropout_compile_nothing_anew(worker):
+    """From the least to 1.0, where the factor of what is left is 0."""
+    lengths, odds = (1024, 1024, 1), (2.0**-32, 0.1, 0.5, 0.9375, 1.0)
+    for name in portable_rows(problem_of("dense", 90, 64, True, lengths)):
+        jobs = [Job("test_recompilation.build", ("dense", 90, 64, True, lengths, name, p), 90) for p in odds]
+        assert len({key for _, key in worker.run(specializations_here, jobs)}) == 1, name
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal-grouped", "plain"])

@@ -1,7 +1,8 @@
 """torch's scaled_dot_product_attention by its arguments: the function, the context that routes calls to it, the registration in torch:
 three ways to one function, which takes this file over 300 lines.
 
-The surprising fact: torch's own function is the oracle here, in float64, and it has one meaning for each argument on every device.
+The surprising fact: torch's own function is the oracle here, in float64, and it has one meaning for each argument on every device. Four
+ways in, each with its masks, dropout and refusals, take this file over 300 lines.
 """
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from flashattn import attention
 from flashattn.integrations import aten, sdpa
 from flashattn.integrations.sdpa import routed, scaled_dot_product_attention
 
@@ -108,7 +110,6 @@ def test_positions_of_arguments():
 
 
 @pytest.mark.parametrize("message, change", {
-    r"dropout_p=0\.5 is not implemented": {"dropout_p": 0.5},
     "query of torch.float64 is not": {"dtype": torch.float64},
     "query with a last dimension of 300": {"dim": 300},
 }.items())  # fmt: skip
@@ -268,6 +269,44 @@ def test_the_general_operator_and_its_backward(on_cpu, packed):
     torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), cotangent) for x in (out, expected)))
 
 
+def drawn(device="cpu"):
+    """What the next call will draw, after which the generator is where it was."""
+    state = torch.get_rng_state()
+    seed = torch.randint(2**63 - 1, (2,), dtype=torch.int64, device=device)
+    torch.set_rng_state(state)
+    return seed
+
+
+def test_dropout_of_the_function_and_of_what_is_routed():
+    q, k, v = tensors(*[(2, 3, 5, 8)] * 3)
+    seed = drawn()
+    expected = attention(q, k, v, layout="bhsd", dropout_p=0.5, dropout_seed=seed, causal="top-left")
+    state = torch.get_rng_state()
+    assert torch.equal(scaled_dot_product_attention(q, k, v, None, 0.5, True), expected)
+    torch.set_rng_state(state)
+    with routed() as seen:
+        assert torch.equal(functional.scaled_dot_product_attention(q, k, v, dropout_p=0.5, is_causal=True), expected)
+    assert seen == {"flashattn": 1}
+    assert not torch.equal(scaled_dot_product_attention(q, k, v, None, 0.5, True), expected)
+
+
+def test_dropout_of_the_backend(on_cpu):
+    """The backward gets the seed that the forward drew, through torch's rng_state."""
+    q, k, v = tensors(*[(1, 2, 5, 8)] * 3)
+    cotangent = torch.randn(1, 2, 5, 8)
+    seed = drawn()
+    out = torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5)[0]
+    expected = attention(q, k, v, layout="bhsd", dropout_p=0.5, dropout_seed=seed)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), cotangent) for x in (out, expected)))
+    rows = [x.detach().transpose(1, 2).requires_grad_() for x in (q, k, v)]
+    seed = drawn()
+    out = torch.ops.aten._flash_attention_forward(*rows, None, None, 5, 5, 0.5, True, False)[0]
+    expected = attention(*rows, causal=True, dropout_p=0.5, dropout_seed=seed)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(*(torch.autograd.grad(x, rows, cotangent.transpose(1, 2)) for x in (out, expected)))
+
+
 def test_torchs_autograd_alone_saves_for_a_backward(on_cpu):
     q, k, v = tensors((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
     saved = []
@@ -278,8 +317,8 @@ def test_torchs_autograd_alone_saves_for_a_backward(on_cpu):
 
 def test_what_the_backend_lacks_is_named(on_cpu):
     q, k, v = tensors((1, 2, 5, 8), (1, 2, 5, 8), (1, 2, 5, 8))
-    with pytest.raises(RuntimeError, match="dropout_p is not implemented"):
-        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5)
+    with pytest.raises(RuntimeError, match="return_debug_mask is not implemented"):
+        torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.5, return_debug_mask=True)
     with pytest.raises(RuntimeError, match="alibi_slopes is not implemented"):
         torch.ops.aten._flash_attention_forward(q, k, v, None, None, 5, 5, 0.0, False, False, alibi_slopes=q.detach())
     with pytest.raises(TypeError, match="takes no colour"):

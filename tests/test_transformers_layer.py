@@ -6,6 +6,7 @@ import torch
 transformers = pytest.importorskip("transformers", minversion="5")
 ours = pytest.importorskip("flashattn.integrations.transformers")
 
+from flashattn import attention  # noqa: E402
 from flashattn.integrations import packing  # noqa: E402
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
@@ -28,7 +29,6 @@ def layer_inputs(rows_q=3, rows_k=5):
 
 
 @pytest.mark.parametrize("message, change", [
-    (r"dropout=0\.1 is not implemented", {"dropout": 0.1}),
     ("head_mask is not implemented", {"head_mask": torch.ones(1)}),
     (r"a mask of shape \(1, 3, 5\) is not", {"attention_mask": torch.ones(1, 3, 5)}),
     ("position_bias of packed sequences is not", {"position_bias": torch.ones(1, 1, 3, 5), **dict.fromkeys(CU, torch.tensor([0, 3]))}),
@@ -37,6 +37,15 @@ def layer_inputs(rows_q=3, rows_k=5):
 def test_what_is_missing_is_named(message, change):
     with pytest.raises(NotImplementedError, match=message):
         ours.forward(*layer_inputs(), **{"attention_mask": None} | change)
+
+
+def test_dropout():
+    layer, *inputs = layer_inputs(5)
+    torch.manual_seed(0)
+    seed = torch.randint(2**63 - 1, (2,), dtype=torch.int64)
+    expected = attention(*inputs, layout="bhsd", causal=True, dropout_p=0.5, dropout_seed=seed).transpose(1, 2)
+    torch.manual_seed(0)
+    assert torch.equal(ours.forward(layer, *inputs, None, dropout=0.5)[0], expected)
 
 
 def test_positions_pack_nothing_where_attention_is_not_causal():

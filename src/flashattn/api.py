@@ -1,6 +1,7 @@
 """The public functions: what a call means, its defaults, its checks, and one call down.
 
 Layout is settled here by transposed views (strides carry it, nothing is copied), so everything below sees [batch, rows, heads, dim].
+Over 300 lines because a public docstring says all that a caller has to know.
 """
 
 import torch
@@ -10,8 +11,10 @@ from .checks import (
     TORCH_DTYPES,
     check_bias,
     check_cu_seqlens,
+    check_dropout,
     check_layout,
     check_options,
+    check_seed,
     check_sinks,
     check_slopes,
     check_softcap,
@@ -19,6 +22,7 @@ from .checks import (
     refuse_packed_bias,
 )
 from .dispatch.select import check_impl
+from .dropout import seed_tensor
 from .problem import canonical_window, default_scale
 
 
@@ -47,8 +51,8 @@ def _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl
     return q, k, v, (scale, left, right, top_left, deterministic, impl)
 
 
-def _extras(q, k, softcap, alibi_slopes, sinks, bias, sequences=None):
-    """(alibi_slopes, sinks, bias, softcap) as every operator call takes them, checked; `sequences` of a packed call, else None."""
+def _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, dropout_seed=None, generator=None, sequences=None):
+    """(alibi_slopes, sinks, bias, softcap, dropout_p, rng) as operators take them, checked; `sequences` of a packed call, else None."""
     softcap = check_softcap(softcap)
     check_slopes(alibi_slopes, q, q.shape[-2], q.shape[0] if sequences is None else sequences)
     check_sinks(sinks, q, q.shape[-2])
@@ -56,7 +60,13 @@ def _extras(q, k, softcap, alibi_slopes, sinks, bias, sequences=None):
         bias = check_bias(bias, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
     else:
         refuse_packed_bias(bias)
-    return alibi_slopes, None if sinks is None else sinks.float(), bias, softcap
+    dropout_p, seed = check_dropout(dropout_p), check_seed(dropout_seed, generator, q.device)
+    if dropout_p and hasattr(q, "placements"):  # the mask of a shard is that of its place in the whole, which no shard knows
+        raise NotImplementedError(
+            f"dropout_p={dropout_p} of a DTensor is not implemented: call attention with q.to_local() and so on, and a seed of each rank"
+        )
+    rng = seed_tensor(seed, generator, q.device) if dropout_p else None
+    return alibi_slopes, None if sinks is None else sinks.float(), bias, softcap, dropout_p, rng
 
 
 def attention(
@@ -71,6 +81,9 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -90,6 +103,9 @@ def attention(
         s'_{ij} = \text{softcap} \, \tanh(s_{ij} / \text{softcap})
             - \text{slope} \; |i + \text{seqlen}_k - \text{seqlen}_q - j| + \text{bias}_{ij}, \qquad
         \text{lse}_i = \ln \Big( e^{\text{sink}} + \sum_{j \in K(i)} e^{s'_{ij}} \Big)
+
+    Dropout comes last: each :math:`e^{s_{ij} - \text{lse}_i}` is multiplied by :math:`z_{ij}`, 0 with probability dropout_p and else
+    ``1 / (1 - dropout_p)``. lse is that of all the keys, dropped or not.
 
     The score matrix never exists in memory: tiles of keys stream past a block of queries under the online softmax, and the backward
     rebuilds the probabilities from lse.
@@ -131,13 +147,20 @@ def attention(
             takes a key away, and a finite number, however low, does not: a row of nothing but the lowest is an average. bool: True attends,
             False is -inf. None is none. Differentiable: the gradient has its shape and dtype, summed in float32 along dimensions of size 1,
             without a copy as large as the sum's terms (one that was expanded is of the size it was expanded to: pass size 1 instead).
+        dropout_p: probability, 0 to 1, that a pair of a query and a key gives nothing; default 0.0, no dropout. It is up to the caller to
+            pass 0.0 in evaluation. With 1.0 out is 0, and so are the gradients but those that come through lse.
+        dropout_seed: what decides which pairs: an int, or an int64 tensor of two, (seed, offset), on q's device; an int is the seed with
+            offset 0. The same seed drops the same pairs, whatever kernel, layout and dtype: :func:`dropout_mask` tells which. Default None:
+            both are drawn, on the device, as a random tensor of torch is, so ``torch.manual_seed``, the saved state of activation
+            checkpointing, and graphs of CUDA that are replayed each see to it that masks repeat or differ as those of torch do.
+        generator: the ``torch.Generator`` to draw them from, instead of torch's default one of the device.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it
             too. Only ``"hopper"`` has to be asked, for dq, and takes longer then: parts of dq wait for their turn.
         impl: None: for each pass, forward and backward, the first kernel of the table that can run it. ``"hopper"`` (Gluon: compute
             capability 9.0; float16 and bfloat16; every row of q, k and v aligned to 16 bytes and no dimension expanded; head_dim_v, and
-            for the backward head_dim too, a multiple of 8; neither softcap, alibi_slopes nor sinks), ``"portable"`` (Triton) or
+            for the backward head_dim too, a multiple of 8), ``"portable"`` (Triton) or
             ``"eager"`` (plain PyTorch, linear memory): that one or an error, never another.
 
     Returns:
@@ -147,17 +170,21 @@ def attention(
 
     Raises:
         ValueError: shapes, devices or option values that don't fit together. TypeError: dtypes, non-tensors.
-        NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; ``impl`` names a kernel that can't run the call (with
-            its reasons); a third derivative; a forward-mode one of a forward-mode one.
+        NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; dropout of a DTensor; ``impl`` names a kernel that
+            can't run the call (with its reasons); a third derivative; a forward-mode one of a forward-mode one; with a bias or with dropout
+            any but the first in reverse.
 
     float32 products are IEEE float32 unless ``torch.backends.cuda.matmul`` allows tf32.
 
     Source: Dao et al. 2022 (FlashAttention), section 3.1 and appendix B; Dao 2023 (FlashAttention-2), section 3; Milakov & Gimelshein 2018
     (online softmax), section 3. softcap: Gemma Team 2024 (Gemma 2), section 2. alibi_slopes: Press et al. 2021 (ALiBi), section 3. sinks:
-    Xiao et al. 2023 (StreamingLLM), section 3; learned ones, OpenAI 2025 (gpt-oss), section 2. Tangents: Lu & Song 2024 (sCM), appendix on
-    a flash attention with them.
+    Xiao et al. 2023 (StreamingLLM), section 3; learned ones, OpenAI 2025 (gpt-oss), section 2. dropout_p: Vaswani et al. 2017, section 5.4.
+    Tangents: Lu & Song 2024 (sCM), appendix on a flash attention with them.
     """
-    key = torch_ops.key_of(q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks, bias)
+    dropout = dropout_p, dropout_seed, generator
+    key = torch_ops.key_of(
+        q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks, bias, dropout
+    )
     forward = torch_ops.known(key)
     if forward is not None:
         if layout == "bhsd":
@@ -166,7 +193,7 @@ def attention(
     else:
         check_layout(layout)
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
-        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias)
+        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, *dropout)
         out, lse = torch_ops.attn_fwd(q, k, v, *extras, None, None, None, None, *options)
         if key is not None:
             torch_ops.remember(key, q, k, v, options)
@@ -191,6 +218,9 @@ def attention_varlen(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | torch.Tensor | None = None,
+    generator: torch.Generator | None = None,
     return_lse: bool = False,
     deterministic: bool = False,
     impl: str | None = None,
@@ -209,6 +239,7 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: an upper bound of the longest sequence in rows, or None. A hint for the order of work; results don't
             depend on it and no device synchronisation is needed without it. A tensor is accepted and not read.
         causal, window, softmax_scale, softcap, sinks, return_lse, deterministic, impl: as in :func:`attention`.
+        dropout_p, dropout_seed, generator: as in :func:`attention`; sequence b has the mask of batch entry b.
         alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``, then those of each sequence; each has its own diagonal.
         bias: only None: the sequences of a packed call share no ``[seqlen_q, seqlen_k]``. NotImplementedError for another says what works.
 
@@ -228,7 +259,8 @@ def attention_varlen(
         {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k},
         {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k},
     )
-    extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, cu_seqlens_q.shape[0] - 1)
+    sequences = cu_seqlens_q.shape[0] - 1
+    extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, dropout_seed, generator, sequences)
     out, lse = torch_ops.attn_fwd(q, k, v, *extras, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options)
     return (out, lse) if return_lse else out
 
@@ -249,6 +281,7 @@ def explain(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
     layout: str = "bshd",
     deterministic: bool = False,
     impl: str | None = None,
@@ -274,14 +307,14 @@ def explain(
             if limit is not None:
                 raise ValueError(f"{name}={limit!r} without cu_seqlens: expected both cu_seqlens, or no {name}")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
-        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias)
+        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p)
     else:
         if layout != "bshd":
             raise ValueError(f"layout={layout!r} with cu_seqlens: expected none, packed tensors are [total, heads, dim]")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
         limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
-        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, cu_seqlens_q.shape[0] - 1)
+        extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, sequences=cu_seqlens_q.shape[0] - 1)
     *options, impl = options
     options.append(torch_ops.aligned(q, k, v))
-    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras)
+    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras[:5])
     return torch_ops.explain(problem, impl, torch_ops.gpu_name(q.device) if gpu is None else gpu)

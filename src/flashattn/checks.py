@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from .problem import DTYPES, MAX_HEAD_DIM, check_lengths
+from .problem import DTYPES, LEAST_DROPOUT, MAX_HEAD_DIM, check_lengths
 
 DIMENSIONS = {  # by layout; None: packed
     "bshd": ("batch", "seqlen", "heads", "head_dim"),
@@ -93,6 +93,43 @@ def check_softcap(softcap) -> float:
     if not 0 <= cap <= MOST_CAP:  # nor is NaN
         raise ValueError(f"softcap={cap}: expected a finite number > 0, or 0 or None for no cap")
     return float(cap) if isinstance(cap, int) else cap
+
+
+def check_dropout(dropout_p) -> float:
+    """0 is none, and so is less than one pair in 2^32."""
+    p = _real(dropout_p)
+    if p is None:
+        raise TypeError(f"dropout_p is a {type(dropout_p).__name__}: expected a float from 0 (no dropout) to 1")
+    if not 0 <= p <= 1:  # nor is NaN
+        raise ValueError(f"dropout_p={p}: expected a probability, from 0 (no dropout) to 1 (everything is dropped)")
+    return float(p) if p >= LEAST_DROPOUT else 0.0
+
+
+def check_seed(dropout_seed, generator, device):
+    """An int in the 64 bits of a signed one, a tensor as it came, or None."""
+    if generator is not None:
+        if not isinstance(generator, torch.Generator):
+            raise TypeError(f"generator is a {type(generator).__name__}: expected a torch.Generator or None")
+        if dropout_seed is not None:
+            raise ValueError("dropout_seed and generator are both given: expected one of them, or neither")
+        if generator.device.type != device.type or generator.device.index not in (None, device.index):
+            raise ValueError(f"generator is of {generator.device} and q on {device}: expected one device")
+    if isinstance(dropout_seed, torch.Tensor):
+        if dropout_seed.dtype != torch.int64:
+            raise TypeError(f"dropout_seed has dtype {dropout_seed.dtype}: expected torch.int64 (seed, offset), or an int")
+        if tuple(dropout_seed.shape) != (2,):
+            raise ValueError(f"dropout_seed has shape {tuple(dropout_seed.shape)}: expected (2,), a seed and an offset")
+        if dropout_seed.device != device:
+            raise ValueError(f"dropout_seed is on {dropout_seed.device} and q on {device}: expected one device")
+        return dropout_seed
+    if dropout_seed is None:
+        return None
+    seed = _integer(dropout_seed)
+    if seed is None:
+        raise TypeError(f"dropout_seed is a {type(dropout_seed).__name__}: expected an int, an int64 tensor (seed, offset) or None")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"dropout_seed={seed}: expected 64 bits, -2**63 to 2**64 - 1")
+    return seed if seed <= MOST else seed - 2**64
 
 
 def check_slopes(alibi_slopes, q, heads, batch) -> None:

@@ -19,7 +19,7 @@ repeat what the forward did.
 
 import contextlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,11 +27,13 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from flashattn.dropout import head_keys, kept
 from flashattn.problem import Problem, check_lengths
 
 CHUNK_SCORES = 1 << 19  # float32 scores of one chunk: 2 MiB, so that the passes over it run in cache
 LOG2_E = math.log2(math.e)
 MIN_ROWS = 64  # rows of a matrix product, below which it is too thin to be fast
+Draw = tuple[Tensor, Tensor]  # of dropout, see `_draw`
 
 
 def forward(
@@ -44,6 +46,7 @@ def forward(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    rng: Tensor | None = None,
     token: object = None,
 ) -> tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j and lse_i = ln (e^sink + sum_j e^(s_ij)), over the keys that `problem` keeps.
@@ -52,18 +55,20 @@ def forward(
     [total, heads, dim] and int32 cu_seqlens. Returns out, contiguous, in the dtype of q, and lse, float32, natural
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
     lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q]; bias: of a dense call,
-    [batch, heads_q, seqlen_q, seqlen_k] with sizes of 1 for what is shared, any strides.
+    [batch, heads_q, seqlen_q, seqlen_k] with sizes of 1 for what is shared, any strides; rng: int64 [2], the seed and offset of dropout,
+    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout).
     Raises ValueError for cu_seqlens that fall or reach past the tensor. token is for launchers; nothing is launched here.
     """
     with _without_autocast(q.device):
         if not problem.varlen:
-            return _dense_forward(problem, q, k, v, slopes, sinks, bias)
+            return _dense_forward(problem, q, k, v, slopes, sinks, bias, _draw(problem, rng, range(problem.batch)))
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             n = len(sequences)
             part_qkv = (_unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-            part, part_lse = _dense_forward(problem, *part_qkv, _of_sequences(slopes, sequences), sinks)
+            extras = _of_sequences(slopes, sequences), sinks, None, _draw(problem, rng, sequences)
+            part, part_lse = _dense_forward(problem, *part_qkv, *extras)
             out[at_q] = part.flatten(0, 1)
             lse[:, at_q] = rearrange(part_lse, "n h s -> h (n s)")
         return out, lse
@@ -84,6 +89,7 @@ def backward(
     slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    rng: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a loss that has gradient dout in out and dlse in lse:
 
@@ -91,7 +97,8 @@ def backward(
         dq_i = scale sum_j ds_ij k_j                 delta_i = sum_j p_ij dp_ij - dlse_i
         dk_j = scale sum_i ds_ij q_i
 
-    since d lse_i / d s_ij = p_ij; with a softcap ds is multiplied by 1 - tanh^2. A sink is a key of value 0 that every row sees, so its
+    since d lse_i / d s_ij = p_ij; with a softcap ds is multiplied by 1 - tanh^2; with dropout, p_ij in the sum of dv_j, and dp_ij, have the
+    factor that p_ij had in out. A sink is a key of value 0 that every row sees, so its
     gradient is -sum_i e^(sink - lse_i) delta_i; it is float32 and given for each batch entry, [batch, heads_q], or [1, heads_q] of a packed
     call. That of a bias is p_ij (dp_ij - delta_i), summed in float32 along the dimensions in which it has size 1. dout, dlse: shaped like
     out and lse, any strides, None for a gradient of zero. needs: which of dq, dk, dv, dsinks and dbias to compute; the others are None.
@@ -102,14 +109,15 @@ def backward(
     """
     with _without_autocast(q.device):
         if not problem.varlen:
-            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias)
+            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias, _draw(problem, rng, range(problem.batch)))
         grads = _zero_gradients(problem, needs, q, k)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             n = len(sequences)
             part_dout = None if dout is None else _unpack(dout, at_q, n)
             part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
             part_qkv = (None if x is None else _unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-            *parts, dsinks, _ = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv, _of_sequences(slopes, sequences), sinks)
+            extras = _of_sequences(slopes, sequences), sinks, None, _draw(problem, rng, sequences)
+            *parts, dsinks, _ = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv, *extras)
             for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=False):
                 if grad is not None:
                     grad[at] = part.flatten(0, 1)
@@ -206,7 +214,14 @@ def second(
 
 
 def _dense_forward(
-    problem: Problem, q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, sinks: Tensor | None, bias: Tensor | None = None
+    problem: Problem,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    slopes: Tensor | None,
+    sinks: Tensor | None,
+    bias: Tensor | None = None,
+    draw: Draw | None = None,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
@@ -221,6 +236,8 @@ def _dense_forward(
             q_HMD = _fold(q[batch, rows, heads])
             extras = (*per_head, _bias_of(bias, groups, q.shape[0], batch, heads, rows, keys))
             e_HMN, m_HM, l_HM, *_ = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
+            if draw is not None:
+                _drop(problem, draw, groups, batch, heads, rows, keys, e_HMN)
             _unfold(torch.bmm(e_HMN, v_HNV[:, keys]).div_(l_HM), into=out_grouped[batch, rows, heads])
             lse_HM = m_HM + l_HM.log()
             if bias is not None:
@@ -241,6 +258,7 @@ def _dense_backward(
     slopes: Tensor | None,
     sinks: Tensor | None,
     bias: Tensor | None = None,
+    draw: Draw | None = None,
 ) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks, _ = _zero_gradients(problem, needs, q, k)
     dbias = torch.zeros(bias.shape, device=q.device) if needs[4] else None
@@ -269,12 +287,16 @@ def _dense_backward(
             dout_HMV = None if dout is None else _fold(dout[batch, rows, heads]) / l_HM
             if dout is not None and scores.keyless_HM is not None:  # a probability of 0 would keep a NaN
                 dout_HMV.masked_fill_(scores.keyless_HM, 0.0)
+            left_HMN = e_HMN  # by dropout
+            if draw is not None and dout is not None:
+                left_HMN = e_HMN.clone()
+                _drop(problem, draw, groups, batch, heads, rows, keys, left_HMN)
             if dv is not None and dout is not None:
-                dv_HNV[:, keys].baddbmm_(e_HMN.mT, dout_HMV)
+                dv_HNV[:, keys].baddbmm_(left_HMN.mT, dout_HMV)
             if dq is None and dk is None and owed is None and dbias is None:
                 continue
             dlse_HM = None if dlse is None else dlse[batch, heads, :, rows].reshape(l_HM.shape)
-            ds_HMN, delta_HM = _score_gradient(scores, dout_HMV, None if v_HNV is None else v_HNV[:, keys], dlse_HM)
+            ds_HMN, delta_HM = _score_gradient(scores, left_HMN, dout_HMV, None if v_HNV is None else v_HNV[:, keys], dlse_HM)
             if dbias is not None:
                 _add_bias_gradient(dbias, ds_HMN.unflatten(0, (-1, k[batch, :, heads].shape[2])), groups[1], batch, heads, rows, keys)
             if scores.tanh_HMN is not None:
@@ -482,6 +504,20 @@ def _add_bias_gradient(dbias: Tensor, ds: Tensor, group: int, batch: slice, head
     dbias[tuple(at)] += ds.sum(shared, keepdim=True) if shared else ds
 
 
+def _draw(problem: Problem, rng: Tensor | None, sequences: Sequence[int]) -> Draw | None:
+    """Keys of the rows and of the columns of these sequences, int32 [sequences, heads_q]; None without dropout."""
+    if not problem.dropout:
+        return None
+    return head_keys(rng, torch.tensor(sequences, dtype=torch.int64, device=rng.device), problem.heads_q)
+
+
+def _drop(problem: Problem, draw: Draw, groups, batch: slice, heads: slice, rows: slice, keys: slice, e_HMN: Tensor) -> None:
+    """Multiply the factors of dropout into a chunk [b h, group m, n], in place."""
+    of_heads = tuple(key.unflatten(1, groups)[batch, heads] for key in draw)
+    chunk = e_HMN.view(*of_heads[0].shape, -1, e_HMN.shape[-1])
+    chunk.masked_fill_(~kept(of_heads, rows, keys, problem.dropout), 0.0).mul_(problem.rescale)
+
+
 class _Scores(NamedTuple):
     """e = e^(s - m) with 0 where masked, the maximum m and the sum l of e of each row: p = e / l and lse = m + ln l. sink: e^(sink - m),
     in l too. tanh: of a softcap. keyless: with a bias, rows that it leaves no key; where there is no sink either, l is 1 and m -inf."""
@@ -551,12 +587,17 @@ def _exp_scores(
     return _Scores(e_HMN, m_HM * magnitude, l_HM, sink_HM, tanh_HMN, keyless_HM)
 
 
-def _score_gradient(scores: _Scores, dout_HMV: Tensor | None, v_HNV: Tensor, dlse_HM: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(ds, delta): ds = p (dp - delta), not yet times the 1 - tanh^2 of a softcap, with p = e / l and dout already divided by l."""
+def _score_gradient(
+    scores: _Scores, left_HMN: Tensor, dout_HMV: Tensor | None, v_HNV: Tensor, dlse_HM: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """(ds, delta): ds = p (dp - delta), not yet times the 1 - tanh^2 of a softcap, with p = e / l and dout already divided by l.
+
+    left: e with the factors of dropout, which dp has too.
+    """
     if dout_HMV is None:
         ds_HMN, delta_HM = scores.e_HMN.mul_(dlse_HM / scores.l_HM), -dlse_HM
     else:
-        p_dp_HMN = torch.bmm(dout_HMV, v_HNV.mT).mul_(scores.e_HMN)
+        p_dp_HMN = torch.bmm(dout_HMV, v_HNV.mT).mul_(left_HMN)
         delta_HM = p_dp_HMN.sum(dim=-1, keepdim=True)
         if dlse_HM is not None:
             delta_HM -= dlse_HM

@@ -22,7 +22,8 @@ def merge_attention_states(
 
     The order of the two doesn't matter, and more parts are merged one after the other. An lse of -inf is a part without keys for that row:
     the result is then the other part to the bit, whatever out holds there, and out 0, lse -inf where both are. A sink is in the lse of the
-    part that was given it, so give it to one part only.
+    part that was given it, so give it to one part only. Of parts with dropout, each has its own mask, over keys counted from the part's
+    first: the merge is dropout over all keys if the parts have different seeds, for lse doesn't know of dropout.
 
     Args:
         out1, out2: ``[batch, seqlen, heads, dim]``, or packed ``[total, heads, dim]``; one shape and one floating dtype.

@@ -10,6 +10,7 @@ i + seqlen_k - seqlen_q), as in FlashAttention >= 2.1 and unlike `scaled_dot_pro
 """
 
 import math
+import struct
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -17,6 +18,7 @@ DTYPES = ("float16", "bfloat16", "float32")
 BIAS_ITEMSIZE = {"bool": 1, "float16": 2, "bfloat16": 2, "float32": 4}
 MAX_HEAD_DIM = 256
 LEAST_SOFTCAP, MOST_SOFTCAP = 2.0**-120, 2.0**64
+LEAST_DROPOUT = 2.0**-32  # of the 2^32 random words of a pair, one
 MOST_INNER = 2.0**126
 
 
@@ -27,7 +29,7 @@ class Problem:
     window_left, window_right: how far left and right of the diagonal a query sees; None is without limit, 0 the diagonal itself.
     top_left: the diagonal is j = i; otherwise j = i + seqlen_k - seqlen_q (of each sequence).
     aligned: every row of q, k and v starts at a multiple of 16 bytes and no dimension is expanded: what Hopper's copy engine can address.
-    softcap: see `canonical_softcap`. alibi, sinks: whether there are such tensors.
+    softcap: see `canonical_softcap`. alibi, sinks: whether there are such tensors. dropout: the probability, see `canonical_dropout`.
     bias: dtype of the additive bias, "bool" of a mask; None without. bias_dims: the dimensions along which it differs, of "bhqk" (batch
     entries, query heads, queries, keys); those of size 1 and expanded ones are left out.
     device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
@@ -59,6 +61,7 @@ class Problem:
     sinks: bool = False
     bias: str | None = None
     bias_dims: str = ""
+    dropout: float = 0.0
 
     @property
     def group(self) -> int:
@@ -69,6 +72,11 @@ class Problem:
     def inner(self) -> float:
         """The factor of a product under the tanh of a softcap: finite in float32, where tanh has long been 1."""
         return max(-MOST_INNER, min(self.softmax_scale / self.softcap, MOST_INNER))
+
+    @property
+    def rescale(self) -> float:
+        """What dropout multiplies the probabilities with that it leaves; 0 where it leaves none."""
+        return 1.0 / (1.0 - self.dropout) if self.dropout < 1.0 else 0.0
 
     @property
     def itemsize(self) -> int:
@@ -96,6 +104,13 @@ def canonical_softcap(softcap: float | None) -> float:
     float32 can tell. Above, cap * tanh(s / cap) is s for all |s| < 2^51: what it takes off, s^3 / (3 cap^2), is less than a rounding of s.
     """
     return min(max(float(softcap), LEAST_SOFTCAP), MOST_SOFTCAP) if softcap else 0.0
+
+
+def canonical_dropout(dropout_p: float) -> float:
+    """The probability as kernels read it, which is the nearest float32: its product with 2^32, cut to a whole number, is how many of 2^32
+    random words drop a pair, and 1 / (1 - p) is made of the same number. Less than one word is none, 0."""
+    (p,) = struct.unpack("f", struct.pack("f", dropout_p))
+    return p if p >= LEAST_DROPOUT else 0.0
 
 
 def canonical_window(

@@ -19,7 +19,8 @@ import torch
 from einops import einsum, rearrange, repeat
 from torch import Tensor
 
-from flashattn.problem import canonical_window, default_scale
+from flashattn.dropout import dropout_mask
+from flashattn.problem import canonical_dropout, canonical_window, default_scale
 
 
 def online_softmax(scores: Iterable[float], values: Iterable[Any]) -> Iterator[tuple[float, float, Any]]:
@@ -97,12 +98,16 @@ def attention_reference(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j,   p_ij = e^(s_ij - lse_i),   lse_i = ln (e^sink + sum_j e^(s_ij))   over the kept keys j, where
 
         s_ij = softcap tanh(scale q_i . k_j / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias_ij
+
+    With dropout, p_ij is multiplied by keep_ij / (1 - dropout_p), where keep is `dropout_mask` of the seed; lse is not touched.
 
     A row without keys gives out 0, lse -inf (or its sink) and exactly zero gradients in q, k, v and bias; a key whose bias is -inf, or
     False, is none.
@@ -112,6 +117,7 @@ def attention_reference(
     causal: False, True (bottom-right) or "top-left"; window: (left, right), see `keep_mask`. softmax_scale: default 1 / sqrt(head_dim).
     softcap: None or 0 for none. alibi_slopes: [heads_q] or [batch, heads_q], None for 0. sinks: [heads_q], None for -inf. bias: broadcast
     to [batch, heads_q, seqlen_q, seqlen_k]; of booleans True is 0 and False -inf; None for 0.
+    dropout_seed: int, or int64 (seed, offset); or the mask itself, bool [batch, heads_q, seqlen_q, seqlen_k], True where a pair is kept.
     Returns out [batch, seqlen_q, heads_q, head_dim_v] (in the order of `layout`) and with return_lse also lse, natural logarithm,
     [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed but the distance times its slope and the sum with
     a bias, which are rounded to it; both are differentiable any number of times.
@@ -139,6 +145,8 @@ def attention_reference(
         scores = torch.cat([scores, column], dim=-1)
     scores = scores.masked_fill(nothing, 0.0)
     p = scores.softmax(dim=-1)[..., : k.shape[1]]
+    if dropout_p:
+        p = dropped(p, dropout_p, dropout_seed)
     out = einsum(p, v, "b h i j, b j h e -> b i h e").masked_fill(_rows_first(empty), 0.0)
     if layout == "bhsd":
         out = rearrange(out, "b s h e -> b h s e")
@@ -170,6 +178,14 @@ def attention_scores(
     return scores
 
 
+def dropped(p: Tensor, dropout_p: float, dropout_seed: int | Tensor) -> Tensor:
+    """p [batch, heads, seqlen_q, seqlen_k] after dropout. dropout_p is rounded to float32, as kernels have it."""
+    is_mask = isinstance(dropout_seed, Tensor) and dropout_seed.dtype == torch.bool
+    keep = dropout_seed if is_mask else dropout_mask(dropout_p, dropout_seed, *p.shape, device=p.device)
+    dropout_p = canonical_dropout(dropout_p)
+    return p.masked_fill(~keep, 0.0) / (1.0 - dropout_p if dropout_p < 1.0 else 1.0)
+
+
 def distances(seqlen_q: int, seqlen_k: int, device=None) -> Tensor:
     """|i + seqlen_k - seqlen_q - j|: how far a key is from the diagonal that ends in the bottom-right corner."""
     i = torch.arange(seqlen_q, device=device)[:, None] + seqlen_k - seqlen_q
@@ -189,22 +205,30 @@ def attention_varlen_reference(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: int | Tensor | list[Tensor] | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Packed sequences, each alone: rows cu_seqlens_q[n] : cu_seqlens_q[n + 1] of q see rows cu_seqlens_k[n] : cu_seqlens_k[n + 1] of k, v.
 
     q [total_q, heads_q, head_dim], k [total_k, heads_kv, head_dim], v [total_k, heads_kv, head_dim_v]; options as in
-    `attention_reference`, the diagonal being each sequence's own. Returns out [total_q, heads_q, head_dim_v] and with return_lse also
-    lse [heads_q, total_q]. Rows past the last cu_seqlens give out 0, lse -inf and zero gradients whatever they hold.
+    `attention_reference`, the diagonal being each sequence's own, and dropout that of batch entry n in sequence n (or
+    dropout_seed is a list of masks). Returns out [total_q, heads_q, head_dim_v] and with return_lse also lse [heads_q, total_q]. Rows past
+    the last cu_seqlens give out 0, lse -inf and zero gradients whatever they hold.
     """
     cu_q, cu_k = (torch.as_tensor(cu).tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
     if len(cu_q) != len(cu_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_q)} entries and cu_seqlens_k has {len(cu_k)}: expected batch + 1 in both")
     outs, lses = [], []
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
+    options["dropout_p"] = dropout_p
     for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(cu_q), pairwise(cu_k), strict=True)):
         alone = (x[None, a:b] for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
+        if dropout_p:
+            is_masks = isinstance(dropout_seed, list)
+            sizes = n + 1, q.shape[1], q1 - q0, k1 - k0
+            options["dropout_seed"] = dropout_seed[n] if is_masks else dropout_mask(dropout_p, dropout_seed, *sizes, device=q.device)[n:]
         out, lse = attention_reference(*alone, **options, alibi_slopes=slopes, return_lse=True)
         outs.append(out[0])
         lses.append(lse[0])

@@ -56,6 +56,7 @@ class Explanation:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
         variants = [f"softcap {p.softcap:g}"] * bool(p.softcap) + ["ALiBi"] * p.alibi + _bias_of(p) + ["sinks"] * p.sinks
         lines += [f"  scores with {', '.join(variants)}"] if variants else []
+        lines += [f"  dropout of {p.dropout:g}"] if p.dropout else []
         choices = [(f"kernel of the {direction}", kernel, self.passed_over[direction]) for direction, kernel in self.kernels.items()]
         (_, forward, why), (_, backward, why_backward), (_, tangent, _) = choices
         if forward == backward:  # then the same were passed over, each for what is against it in either pass

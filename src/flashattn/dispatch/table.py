@@ -180,6 +180,8 @@ def hopper_backward_reasons(problem: Problem) -> list[str]:
     rows, block, block_n = problem.total_q if problem.varlen else problem.seqlen_q, row.block_m, row.block_n
     if problem.softcap and row.wide:
         found.append("a softcap at head dims above 128: one warpgroup makes ds there, and another has the tanh")
+    if problem.dropout and row.wide:
+        found.append("dropout at head dims above 128: both warpgroups read one p, and one of them would need it as it was before")
     blocks = rows // block + problem.batch + 1 if problem.varlen else -(-rows // block) * problem.batch
     most = MOST_BLOCKS // 2 if row.wide else MOST_BLOCKS
     if blocks * problem.heads_q > most:
@@ -198,9 +200,14 @@ def backward_size(problem: Problem) -> int:
 
 
 def hopper_backward_row(problem: Problem) -> hopper.HopperBackwardConfig:
-    """A tanh or distances take the registers that a delayed dQ needs: without it spills are a third."""
+    """A tanh, distances or dropout take the registers that a delayed dQ needs: without it spills are a third. Dropout is of dP, before
+    -delta joins it."""
     row = _hopper_row("backward", backward_size(problem), problem)
-    return row._replace(delayed=False, fours=False, mask=1, ahead=False) if (problem.softcap or problem.alibi) and not row.wide else row
+    if row.wide:
+        return row
+    if problem.softcap or problem.alibi or problem.dropout:
+        row = row._replace(delayed=False, fours=False, mask=1, ahead=False)
+    return row._replace(init=False) if problem.dropout else row
 
 
 def _in_tiles(rows: int, tile: int) -> int:

@@ -4,7 +4,7 @@
 
 What every function here has in common; H query heads, H_kv key/value heads, D head_dim:
 
-    dropout_p       only 0.0. More raises NotImplementedError.
+    dropout_p       probability of dropping a weight, drawn from torch's default generator of the device; 0.0, the default, is none.
     softmax_scale   factor of the scores; None: 1 / sqrt(D).
     causal          a query sees keys up to the diagonal that ends in the bottom-right corner.
     window_size     (left, right): keys kept each side of that diagonal, -1 for no limit; default (-1, -1).
@@ -14,7 +14,8 @@ What every function here has in common; H query heads, H_kv key/value heads, D h
     return_attn_probs   return (out, softmax_lse, None) instead of out. softmax_lse: float32 [batch, H, seqlen_q], packed [H, total_q].
 
 What differs from flash-attn: float32 and CPU tensors work; a row without keys has softmax_lse -inf (there: +inf) and out 0; softmax_lse is
-differentiable; the third result, probabilities for tests with dropout, is always None; wrong arguments raise ValueError or TypeError.
+differentiable; the third result, for tests of dropout, is always None (`flashattn.dropout_mask` is for that), and which weights are dropped
+is another function of torch's random state; wrong arguments raise ValueError or TypeError.
 FlashAttention-3 has other arguments in another order under the same names: see `flash_attn_3`.
 
 The surprising fact: the packed functions copy nothing either way. The slices of qkv are views, whose strides the kernels take, and autograd
@@ -37,9 +38,9 @@ __all__ = [
 Result = Tensor | tuple[Tensor, Tensor, None]
 
 
-def _options(function, causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic) -> dict:
+def _options(function, dropout_p, causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic) -> dict:
     options = {"causal": bool(causal), "softmax_scale": softmax_scale, "window": window_of(window_size), "deterministic": deterministic}
-    return options | wanted(function, softcap=softcap, alibi_slopes=alibi_slopes)
+    return options | wanted(function, dropout_p=dropout_p, softcap=softcap, alibi_slopes=alibi_slopes)
 
 
 def _result(found, return_attn_probs: bool) -> Result:
@@ -70,8 +71,7 @@ def flash_attn_func(
 
     Returns out ``[batch, seqlen_q, H, D]``. The other arguments, the longer result, differences and errors: the docstring of this module.
     """
-    refuse_given(dropout_p=dropout_p)
-    options = _options(attention, causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic)
+    options = _options(attention, dropout_p, causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic)
     return _result(attention(q, k, v, return_lse=bool(return_attn_probs), **options), return_attn_probs)
 
 
@@ -133,8 +133,8 @@ def flash_attn_varlen_func(
 
     Returns out ``[total_q, H, D]``; rows past the last sequence are 0.
     """
-    refuse_given(dropout_p=dropout_p, block_table=block_table)
-    options = _options(attention_varlen, causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic)
+    refuse_given(block_table=block_table)
+    options = _options(attention_varlen, dropout_p, causal, softmax_scale, window_size, softcap, alibi_slopes, deterministic)
     limits = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}
     found = attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, return_lse=bool(return_attn_probs), **limits, **options)
     return _result(found, return_attn_probs)

@@ -28,12 +28,10 @@ DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 
 
-def _why_not(query, key, value, attn_mask, dropout_p) -> str | None:
+def _why_not(query, key, value, attn_mask) -> str | None:
     """What of a call isn't implemented; None if all is."""
     if attn_mask is not None and (not isinstance(attn_mask, Tensor) or attn_mask.dtype not in (torch.bool, *DTYPES)):
         return "attn_mask that is no tensor" if not isinstance(attn_mask, Tensor) else f"attn_mask of {attn_mask.dtype}"
-    if dropout_p != 0:
-        return f"dropout_p={dropout_p}"
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, Tensor) or x.is_nested or x.layout != torch.strided:
             return f"{name} that is no dense tensor"
@@ -107,7 +105,8 @@ def scaled_dot_product_attention(
         attn_mask: what broadcasts to ``[..., heads, seqlen_q, seqlen_k]``, any strides: bool, True attends, or float16, bfloat16 or
             float32 whatever query has, added to the scores and differentiable. None is none. Where `is_causal`, or an option of
             `flashattn.attention` and `attention_varlen` (windows, padding, documents), says the same, it is faster: nothing is read.
-        dropout_p: only 0.0; more raises NotImplementedError.
+        dropout_p: probability of dropping a weight, drawn from torch's default generator of the device; default 0.0. As in torch it is
+            applied whenever it is given, in evaluation too.
         is_causal: query i sees keys j <= i, aligned top-left whatever the lengths. Default False.
         scale: of the scores; None, the default, is 1 / sqrt(head_dim).
         enable_gqa: query head h reads key/value head h // (heads / heads_kv). Without it the numbers of heads must broadcast.
@@ -116,19 +115,19 @@ def scaled_dot_product_attention(
         ``[..., heads, seqlen_q, head_dim_v]`` in the dtype of query.
 
     Raises:
-        NotImplementedError: what is missing, by its name: dropout_p, float64, a last dimension over 256, nested tensors.
+        NotImplementedError: what is missing, by its name: float64, a last dimension over 256, nested tensors.
         ValueError, TypeError: as `flashattn.attention`, whose words they are; torch raises RuntimeError.
 
     Differences: a row without keys gives 0; the memory behind the result has heads next to dims, whatever the strides of query.
     """
     if attn_mask is not None and is_causal:
         raise ValueError("attn_mask with is_causal=True: expected one of them")
-    missing = _why_not(query, key, value, attn_mask, dropout_p)
+    missing = _why_not(query, key, value, attn_mask)
     if missing is not None:
         refuse(missing, "use torch.nn.functional.scaled_dot_product_attention for it, as `routed` does")
     leading, tensors, batch = _same_leading(query, key, value, bool(enable_gqa))
     bias = None if attn_mask is None else _bias(attn_mask, batch, tensors[0].shape[1], query.shape[-2], key.shape[-2])
-    out = attention(*tensors, causal="top-left" if is_causal else False, softmax_scale=scale, bias=bias, layout="bhsd")
+    out = attention(*tensors, causal="top-left" if is_causal else False, softmax_scale=scale, bias=bias, dropout_p=dropout_p, layout="bhsd")
     return out.reshape(*leading, *out.shape[-2:])
 
 
@@ -143,7 +142,7 @@ def routed():
     original, seen = functional.scaled_dot_product_attention, Counter()
 
     def scaled_dot_product_attention_(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None, enable_gqa=False):
-        missing = _why_not(query, key, value, attn_mask, dropout_p)
+        missing = _why_not(query, key, value, attn_mask)
         if missing is None and not query.dtype == key.dtype == value.dtype and not torch.is_autocast_enabled(query.device.type):
             missing = "dtypes that differ"  # torch has the words
         if not torch.compiler.is_compiling():

@@ -10,7 +10,7 @@ plain PyTorch. Rows of padding get 0 where the attention is causal; "eager" has 
 Masks of 4 dimensions, of booleans or added, and the position_bias of T5 and its kin, with its gradient, are the bias of `attention`; and a
 mask function beyond causal, bidirectional, windows and packing becomes a mask of booleans, [batch, 1, queries, keys].
 
-What has no meaning here raises NotImplementedError by its name and never goes to another implementation: dropout in attention, head masks,
+What has no meaning here raises NotImplementedError by its name and never goes to another implementation: head masks,
 block tables. Attention weights are never returned.
 
 The surprising fact: Transformers takes every name with "flash" in it for a build of flash-attn, loads it from a hub, and lets models refuse
@@ -106,14 +106,14 @@ def forward(
     """What a layer calls: [batch, heads, rows, dim] tensors in, ([batch, rows, heads, dim], None) out.
 
     attention_mask: what `mask` gave. sliding_window: keys that a causal query sees, itself among them, or those on each side and itself.
-    s_aux: sinks, one a head. position_bias: what broadcasts to [batch, heads, rows_q, rows_k], added to scores. The rest as in
-    Transformers' own implementations.
+    s_aux: sinks, one a head. position_bias: what broadcasts to [batch, heads, rows_q, rows_k], added to scores. dropout: a
+    probability, 0.0 where the layer isn't training. The rest as in Transformers' own implementations.
     """
-    refuse_given(dropout=dropout, **{name: kwargs.get(name) for name in ("head_mask", "block_table")})
+    refuse_given(**{name: kwargs.get(name) for name in ("head_mask", "block_table")})
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     window = None if sliding_window is None else (sliding_window - 1, 0 if causal else sliding_window - 1)
     options = {"causal": causal, "window": window, "softmax_scale": scaling, "deterministic": bool(deterministic)}
-    options |= wanted(attention, softcap=softcap, sinks=s_aux)
+    options |= wanted(attention, dropout_p=dropout, softcap=softcap, sinks=s_aux)
     batch, _, rows_q, _ = query.shape
     if attention_mask is not None and attention_mask.dim() == 4:  # says all that there is to say
         options |= {"causal": False, "window": None, "bias": _bias(position_bias, attention_mask, key.shape[2])}

@@ -38,6 +38,8 @@ class Extras(NamedTuple):
     sinks: a pointer to [heads_q], in natural units, read by the forward alone. cap: the softcap in the units of scores, where something is
     added to what it bounds. bias: a pointer to [batch, heads_q, rows of q, rows of k] with strides in elements, 0 for what is shared; what
     a loop is given starts at its head (`bias_of_head`) and has no stride_b and stride_h. A mask of booleans comes as bytes.
+
+    Of dropout, which is no score: rng, a pointer to int64 (seed, offset); dropout, its probability; rescale, 1 / (1 - dropout), or 0.
     """
 
     inner: object = None
@@ -50,6 +52,9 @@ class Extras(NamedTuple):
     bias_stride_h: object = None
     bias_stride_m: object = None
     bias_stride_n: object = None
+    rng: object = None
+    dropout: object = None
+    rescale: object = None
 
 
 class Spec(NamedTuple):
@@ -69,6 +74,7 @@ class Spec(NamedTuple):
     need_dq: bool = False  # asked by the one kernel that makes all three
     softcap: bool = False
     alibi: bool = False
+    dropout: bool = False
     sinks: bool = False  # False in a backward, where lse says it all
     scores_move: bool = False  # q or k has a tangent
     bias: int = 0  # none, or ADDED or KEPT of common/score.py: scores are then in natural units, others' in base 2

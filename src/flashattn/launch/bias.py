@@ -48,14 +48,14 @@ def splits_of(problem: Problem, config, shared: tuple[bool, ...]) -> tuple[int, 
     return tiles, min(steps, max(1, PROGRAMS // max(1, tiles)))
 
 
-def dbias_launch(problem: Problem, config, splits: int, shared, q, k, v, dout, shifts, delta, dbias, slopes, bias):
+def dbias_launch(problem: Problem, config, splits: int, shared, q, k, v, dout, shifts, delta, dbias, slopes, bias, rng=None):
     """dbias: contiguous, in the dtype of the bias, or with `splits` > 1 so many in float32, one after the other."""
     views = view_of(q), view_of(k), view_of(v), view_of(dout)
     window = problem.window_left or 0, problem.window_right or 0
     ragged = problem.seqlen_q % config.block_m != 0 or problem.seqlen_k % config.block_n != 0
     sizes = (*totals(problem), problem.batch, problem.heads_q, problem.heads_kv, *window)
     args = (
-        *views, shifts, delta, dbias, extras_of(problem, slopes, None, bias), *sizes, scale_log2(problem), splits,
+        *views, shifts, delta, dbias, extras_of(problem, slopes, None, bias, rng), *sizes, scale_log2(problem), splits,
         spec_of(problem, ragged), shared, tile_of(problem, config, *views),
     )  # fmt: skip
     return attn_bwd_dbias, (splits_of(problem, config, shared)[0] * splits,), args, options_of(config)
@@ -70,7 +70,7 @@ def shifts_of(problem: Problem, q, k, lse, slopes, sinks, bias):
     return shifts
 
 
-def bias_gradient(problem: Problem, q, k, v, dout, shifts, delta, slopes, bias):
+def bias_gradient(problem: Problem, q, k, v, dout, shifts, delta, slopes, bias, rng=None):
     """The gradient of a bias, with its shape and dtype, contiguous."""
     if 0 in (*bias.shape, *q.shape, *k.shape):
         return torch.zeros(bias.shape, dtype=bias.dtype, device=bias.device)
@@ -78,7 +78,7 @@ def bias_gradient(problem: Problem, q, k, v, dout, shifts, delta, slopes, bias):
     _, splits = splits_of(problem, config, shared)
     dtype = bias.dtype if splits == 1 else torch.float32
     parts = torch.empty((splits, *bias.shape), dtype=dtype, device=bias.device)
-    tensors = (q, k, v, dout, shifts, delta, parts, slopes, bias)
+    tensors = (q, k, v, dout, shifts, delta, parts, slopes, bias, rng)
     prepare = partial(dbias_launch, problem, config, splits, shared, *tensors)
     run(f"dbias {splits} {shared}", problem, tensors, prepare)
     return parts[0] if splits == 1 else parts.sum(0).to(bias.dtype)

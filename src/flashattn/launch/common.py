@@ -53,6 +53,7 @@ def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_d
         need_dv=need_dv,
         softcap=bool(problem.softcap),
         alibi=problem.alibi,
+        dropout=problem.dropout > 0,
         sinks=forward and problem.sinks,
         bias=0 if not problem.bias else KEPT.value if problem.bias == "bool" else ADDED.value,
     )
@@ -98,8 +99,8 @@ def tangent_scale(problem: Problem) -> float:
     return problem.softmax_scale / scale_log2(problem) if prescaled else problem.softmax_scale
 
 
-def extras_of(problem: Problem, slopes, sinks=None, bias=None) -> Extras:
-    """slopes and sinks are float32 and contiguous, or None; bias as `as_bytes` gives it."""
+def extras_of(problem: Problem, slopes, sinks=None, bias=None, rng=None) -> Extras:
+    """slopes and sinks are float32 and contiguous, or None; bias as `as_bytes` gives it; rng: int64 [2], contiguous, or None."""
     inner = cap = stride = None
     unit = 1.0 if problem.bias else LOG2_E
     if problem.softcap:
@@ -110,7 +111,9 @@ def extras_of(problem: Problem, slopes, sinks=None, bias=None) -> Extras:
         stride = problem.heads_q if slopes.dim() == 2 else 0
     if problem.softcap and (problem.alibi or problem.bias):
         cap = problem.softcap * unit
-    return Extras(inner, slopes, stride, sinks, cap, bias, *([None] * 4 if bias is None else bias_strides(bias)))
+    of_bias = [None] * 4 if bias is None else bias_strides(bias)
+    dropout = (None, None) if rng is None else (problem.dropout, problem.rescale)
+    return Extras(inner, slopes, stride, sinks, cap, bias, *of_bias, rng, *dropout)
 
 
 def bias_strides(bias) -> list[int]:

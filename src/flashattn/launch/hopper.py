@@ -120,7 +120,9 @@ def _counter(device: torch.device) -> torch.Tensor:
     return counter
 
 
-def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes=None, sinks=None):
+def forward_launch(
+    problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes=None, sinks=None, rng=None
+):  # fmt: skip
     """(kernel, grid, arguments, options): what `forward` launches and what is compiled ahead of time in tests."""
     tile = _tile(problem, config)
     spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True)
@@ -131,7 +133,7 @@ def forward_launch(problem: Problem, config: HopperConfig, q, k, v, out, lse, cu
         out if problem.varlen else described(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
         counter if tile.tickets else None, *totals(problem), problem.batch, problem.heads_q, problem.group,
         slots, lanes, wave, slots * wave, slots * lanes, *window,
-        scale_log2(problem), extras_of(problem, slopes, sinks), spec, tile,
+        scale_log2(problem), extras_of(problem, slopes, sinks, rng), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": REGISTERS[config.consumers][2], "enable_fp_fusion": True}
     return attn_fwd_hopper, (min(_multiprocessors(q.device), slots * lanes),), args, options
@@ -145,8 +147,8 @@ def _lse_without_keys(problem: Problem, lse, cu_seqlens_q, sinks):
     return lse
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, token=None):
-    """(out, lse) of attention. slopes, sinks, token: see portable.forward. There is no bias."""
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, rng=None, token=None):
+    """(out, lse) of attention. slopes, sinks, rng, token: see portable.forward. There is no bias."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)
@@ -156,6 +158,6 @@ def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slo
         config = _rows_of(problem)["forward"]
         with on_device(q):
             counter = _counter(q.device) if config.tickets else None
-            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes, sinks)
+            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes, sinks, rng)
             run("hopper", problem, tensors, partial(forward_launch, problem, config, *tensors), token)
     return out, lse

@@ -135,9 +135,10 @@ def after_launch(problem: Problem, config: HopperBackwardConfig, sums, dq, cu_se
 
 
 def backward_launch(
-    problem: Problem, config: HopperBackwardConfig, q, k, v, dout, numbers, sums, dk, dv, turns, cu_seqlens_q, cu_seqlens_k, slopes=None
+    problem: Problem, config: HopperBackwardConfig, q, k, v, dout, numbers, sums, dk, dv, turns, cu_seqlens_q, cu_seqlens_k, slopes=None,
+    rng=None,
 ):
-    """v, sums (of dQ), dk, dv, turns and slopes may be None."""
+    """v, sums (of dQ), dk, dv, turns, slopes and rng may be None."""
     tile = _tile(problem, config, sums is not None, all(x is not None for x in (sums, dk, dv)))
     spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, need_dk=dk is not None, need_dv=dv is not None)
     spec = spec._replace(need_dq=sums is not None)
@@ -149,7 +150,7 @@ def backward_launch(
         flat(numbers, 1, 2 * tile.m), flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
         *totals(problem), problem.batch, problem.heads_kv, problem.group, lanes, wave, slots * wave, blocks_of(problem, tile.m)[0],
         problem.window_left or 0, problem.window_right or 0, problem.softmax_scale, scale_log2(problem),
-        extras_of(problem, slopes), spec, tile,
+        extras_of(problem, slopes, None, rng), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": FIRST_REGISTERS, "enable_fp_fusion": True}
     return attn_bwd_hopper, (slots * lanes,), args, options
@@ -173,7 +174,7 @@ def _sinks_gradient(problem: Problem, config: HopperBackwardConfig, negative: bo
     return share if negative else share.neg_()
 
 
-def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dlse, q, k, v, out, lse, cu_q, cu_k, slopes, sinks):
+def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dlse, q, k, v, out, lse, cu_q, cu_k, slopes, sinks, rng):
     """(dq, dk, dv, dsinks) of tensors as tensor maps can address them."""
     need_dq, need_dk, need_dv, need_dsinks, _ = needs
     dq = torch.empty(q.shape, dtype=q.dtype, device=q.device) if need_dq else None
@@ -199,7 +200,7 @@ def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dls
     if need_dsinks:
         dsinks = _sinks_gradient(problem, config, negative, numbers, sinks)
     if need_dq or need_dk or need_dv:
-        tensors = (q, k, v, dout, numbers, sums, dk, dv, turns, cu_q, cu_k, slopes)
+        tensors = (q, k, v, dout, numbers, sums, dk, dv, turns, cu_q, cu_k, slopes, rng)
         run("hopper backward", problem, tensors, partial(backward_launch, problem, config, *tensors))
     if dq is not None:
         tensors = (sums, dq, cu_q)
@@ -208,7 +209,8 @@ def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dls
 
 
 def backward(
-    problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None
+    problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None,
+    rng=None,
 ):
     """(dq, dk, dv, dsinks, dbias): see portable.backward. There is no bias, and dbias is None."""
     q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()
@@ -233,6 +235,6 @@ def backward(
         else:
             out = None if out is None else _addressable(out)
             *found, dsinks = _launch_all(
-                problem, _rows_of(problem), needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks
+                problem, _rows_of(problem), needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks, rng
             )
     return *found, dsinks if owed is None or dsinks is None else dsinks + owed, None

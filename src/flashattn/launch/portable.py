@@ -47,12 +47,12 @@ def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], t
     return (slots * lanes,), (*totals(problem), problem.batch, problem.heads_q, problem.heads_kv, wave, *window)
 
 
-def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None, bias=None):
+def forward_launch(problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None, bias=None, rng=None):
     """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(out)
     spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True), tile_of(problem, config, *views)
-    extras = extras_of(problem, slopes, sinks, bias)
+    extras = extras_of(problem, slopes, sinks, bias, rng)
     args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), extras, *sizes, scale_log2(problem), spec, tile)
     return attn_fwd, grid, args, options_of(config)
 
@@ -79,7 +79,7 @@ def delta_launch(problem: Problem, config, out, dout, dlse, delta):
     return attn_bwd_delta, (-(-total // config.block_m) * batch * problem.heads_q,), args, options_of(config)
 
 
-def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None):
+def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None, rng=None):
     """dk or dv may be None. v and delta are for dk alone. lse: with a bias the shifts of `shifts_of`."""
     if dk is None:
         v = delta = None
@@ -88,32 +88,33 @@ def dkdv_launch(problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_
     spec = spec_of(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
     tile = tile_of(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
-        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias), *sizes,
+        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias, rng), *sizes,
         problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
     return attn_bwd_dkdv, grid, args, options_of(config)
 
 
-def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None):
+def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None, rng=None):
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(dout)
     dq_view = view_of(dq)
     spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0), tile_of(problem, config, *views, dq_view)
     args = (
-        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias), *sizes,
+        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias, rng), *sizes,
         problem.softmax_scale, scale_log2(problem), spec, tile,
     )  # fmt: skip
     return attn_bwd_dq, grid, args, options_of(config)
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, token=None):
-    """(out, lse) of attention. slopes, sinks: float32 and contiguous. bias: of four dimensions, each of its size or 1. token: for a caller
+def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, rng=None, token=None):
+    """(out, lse) of attention. slopes, sinks: float32 and contiguous. bias: of four dimensions, each of its size or 1. rng: int64 (seed,
+    offset) of dropout, contiguous. token: for a caller
     that has made this call before, with contiguous rows, what tells it from others."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)
     with on_device(q):
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks, as_bytes(bias))
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks, as_bytes(bias), rng)
         run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), token)
     return out, lse
 
@@ -131,7 +132,8 @@ def tangent(problem: Problem, q, k, v, tq, tk, tv, tsinks, cu_seqlens_q=None, cu
 
 
 def backward(
-    problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None
+    problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None,
+    rng=None,
 ):
     """(dq, dk, dv, dsinks, dbias), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None.
 
@@ -169,12 +171,12 @@ def backward(
         for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
             if name in rows and outputs != (None, None):
                 for_dk = (v, delta) if outputs[0] is not None else (None, None)
-                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k, slopes, bias)
+                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k, slopes, bias, rng)
                 run(name, problem, tensors, partial(dkdv_launch, problem, rows[name], *tensors))
         if need_dq:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes, bias)
+            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes, bias, rng)
             run("dq", problem, tensors, partial(dq_launch, problem, rows["dq"], *tensors))
         if need_dbias:
-            dbias = bias_gradient(problem, q, k, v, dout, lse, delta, slopes, bias)
+            dbias = bias_gradient(problem, q, k, v, dout, lse, delta, slopes, bias, rng)
     return dq, dk, dv, dsinks, dbias

@@ -15,6 +15,7 @@ from torch.utils._device import DeviceContext
 from ..dispatch.select import launcher, select
 from .describe import aligned, describe
 
+NO_DROPOUT = 0.0, None, None
 MOST = 4096  # calls remembered; lengths that never repeat would fill any memory
 DTYPES = (torch.bfloat16, torch.float16)  # what happens to float32 depends on torch's settings
 _PLAIN = {torch.Tensor, torch.nn.Parameter}
@@ -55,12 +56,15 @@ def wants_gradients(*tensors) -> bool:
 
 
 def key_of(
-    q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap=None, slopes=None, sinks=None, bias=None
+    q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap=None, slopes=None, sinks=None, bias=None,
+    dropout=NO_DROPOUT,
 ) -> tuple | None:
-    """What decides how a call is made; None where it must be looked at."""
+    """What decides how a call is made; None where it must be looked at. dropout: probability, seed and generator."""
     if torch.compiler.is_compiling() or not isinstance(q, torch.Tensor) or window is not None:
         return None
-    if softcap is not None or slopes is not None or sinks is not None or bias is not None:
+    if type(dropout[0]) is not float:
+        return None
+    if softcap is not None or slopes is not None or sinks is not None or bias is not None or dropout != NO_DROPOUT:
         return None
     if not (causal is True or causal is False or type(causal) is str) or not (softmax_scale is None or type(softmax_scale) is float):
         return None

@@ -6,7 +6,7 @@ from functools import lru_cache
 import torch
 from torch._subclasses import FakeTensor
 
-from ..problem import Problem, canonical_softcap, reachable_window
+from ..problem import Problem, canonical_dropout, canonical_softcap, reachable_window
 
 NO_BIAS = None, ""
 
@@ -69,15 +69,15 @@ def _biased(bias) -> tuple[str, str]:
 
 def describe(
     q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    softmax_scale, window_left, window_right, top_left, deterministic, aligned=False, extras=(None, None, None, 0.0),
+    softmax_scale, window_left, window_right, top_left, deterministic, aligned=False, extras=(None, None, None, 0.0, 0.0),
 ) -> Problem:  # fmt: skip
-    """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks, bias and softcap."""
-    slopes, sinks, bias, softcap = extras
+    """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks, bias, softcap and dropout_p."""
+    slopes, sinks, bias, softcap, dropout_p = extras
     return _problem(
         q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
         softmax_scale, window_left, window_right, top_left, deterministic,
         q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(), os.environ.get("TRITON_INTERPRET") == "1", aligned, *_machine(q.device),
-        slopes is not None, sinks is not None, softcap, *(NO_BIAS if bias is None else _biased(bias)),
+        slopes is not None, sinks is not None, softcap, dropout_p, *(NO_BIAS if bias is None else _biased(bias)),
     )  # fmt: skip
 
 
@@ -85,7 +85,7 @@ def describe(
 def _problem(
     dtype, shape_q, shape_k, head_dim_v, sequences, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic,
-    tf32, interpret, aligned, device, capability, alibi, sinks, softcap, bias, bias_dims,
+    tf32, interpret, aligned, device, capability, alibi, sinks, softcap, dropout_p, bias, bias_dims,
 ) -> Problem:  # fmt: skip
     """`sequences` is None in a dense call."""
     varlen = sequences is not None
@@ -118,4 +118,5 @@ def _problem(
         sinks=sinks,
         bias=bias,
         bias_dims=bias_dims,
+        dropout=canonical_dropout(dropout_p) if dropout_p else 0.0,
     )

@@ -6,7 +6,7 @@ Implementations are chosen at run time, behind the schema, so torch.compile sees
 can't return "no tensor", so a gradient that was not asked for comes back as an empty one-dimensional tensor. That of sinks, which all
 batch entries share, is given for each of them, [batch, heads] (packed: [1, heads]), so that vmap can fold samples into a batch; and so is
 what comes as a tangent of sinks. A bias has four dimensions, [batch, heads, rows of q, rows of k], each of its size or 1, and so has its
-gradient, contiguous; the operators of tangents take none.
+gradient, contiguous; the operators of tangents take none, and no dropout.
 """
 
 import torch
@@ -18,10 +18,10 @@ from .describe import aligned, describe
 LIBRARY = torch.library.Library("flashattn", "DEF")
 _EXTRAS = "Tensor? alibi_slopes, Tensor? sinks"
 _OPTIONS = (
-    "float softcap, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, "
     "SymInt? window_left, SymInt? window_right, bool top_left, bool deterministic, str? impl"
 )
-_ALL = f"{_EXTRAS}, Tensor? bias, {_OPTIONS}"
+_ALL = f"{_EXTRAS}, Tensor? bias, float softcap, float dropout_p, Tensor? rng, {_OPTIONS}"
 LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {_ALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(
     f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {_ALL}, "
@@ -30,65 +30,78 @@ LIBRARY.define(
 )
 _TANGENTS = "Tensor? tq, Tensor? tk, Tensor? tv, Tensor? tsinks"
 LIBRARY.define(
-    f"attn_jvp(Tensor q, Tensor k, Tensor v, {_TANGENTS}, {_EXTRAS}, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attn_jvp(Tensor q, Tensor k, Tensor v, {_TANGENTS}, {_EXTRAS}, float softcap, {_OPTIONS}) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 LIBRARY.define(
-    f"attn_second(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, {_TANGENTS}, int head_dim_v, {_EXTRAS}, {_OPTIONS}, "
-    "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) -> (Tensor, Tensor, Tensor, Tensor)",
+    f"attn_second(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, {_TANGENTS}, int head_dim_v, {_EXTRAS}, "
+    f"float softcap, {_OPTIONS}, bool need_dq, bool need_dk, bool need_dv, bool need_dsinks) -> (Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _contiguous(alibi_slopes, sinks):
-    """As launchers take them: a few numbers a head."""
-    return [None if x is None else x.contiguous() for x in (alibi_slopes, sinks)]
+def _contiguous(*tensors):
+    """As launchers take them: a few numbers a head, or two in all."""
+    return [None if x is None else x.contiguous() for x in tensors]
 
 
-def forward(q, k, v, alibi_slopes, sinks, bias, softcap, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
+def _check_rng(problem, rng) -> None:
+    if problem.dropout and (rng is None or rng.dtype != torch.int64 or tuple(rng.shape) != (2,)):
+        came = "None" if rng is None else f"{rng.dtype} of shape {tuple(rng.shape)}"
+        raise ValueError(f"dropout_p={problem.dropout:g} with an rng that is {came}: expected int64 of shape (2,), seed and offset")
+
+
+def forward(q, k, v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
     *options, impl = rest
     if cu_seqlens_q is not None:
         check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-    extras = alibi_slopes, sinks, bias, softcap
+    extras = alibi_slopes, sinks, bias, softcap, dropout_p
     problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v), extras)
+    rng = rng if problem.dropout else None
+    _check_rng(problem, rng)
     run = launcher(select(problem, "forward", impl).launch).forward
-    return run(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, *_contiguous(alibi_slopes, sinks), bias)
+    return run(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, *_contiguous(alibi_slopes, sinks), bias, *_contiguous(rng))
 
 
-def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, bias, softcap, *rest):
+def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, *rest):
     *options, impl, need_dq, need_dk, need_dv, need_dsinks, need_dbias = rest
-    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v), (alibi_slopes, sinks, bias, softcap))
+    extras = alibi_slopes, sinks, bias, softcap, dropout_p
+    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v), extras)
+    rng = rng if problem.dropout else None
+    _check_rng(problem, rng)
     run = launcher(select(problem, "backward", impl).launch).backward
     needs = need_dq, need_dk, need_dv, need_dsinks, need_dbias
-    gradients = run(problem, needs, dout, dlse, q, k, v, out, lse, *options[:2], *_contiguous(alibi_slopes, sinks), bias)
+    given = *options[:2], *_contiguous(alibi_slopes, sinks), bias, *_contiguous(rng)
+    gradients = run(problem, needs, dout, dlse, q, k, v, out, lse, *given)
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 
 def jvp(q, k, v, tq, tk, tv, tsinks, alibi_slopes, sinks, softcap, *rest):
     """(out, lse, tout, tlse). tq, tk, tv: shaped like q, k, v. tsinks: [batch, heads_q], or [1, heads_q] of a packed call."""
     *options, impl = rest
-    problem = describe(q, k, v.shape[-1], *options, aligned(q, k, v), (alibi_slopes, sinks, None, softcap))
+    problem = describe(q, k, v.shape[-1], *options, aligned(q, k, v), (alibi_slopes, sinks, None, softcap, 0.0))
     run = launcher(select(problem, "tangent", impl).launch).tangent
     return run(problem, q, k, v, tq, tk, tv, tsinks, *options[:2], *_contiguous(alibi_slopes, sinks))
 
 
 def second(dout, dlse, q, k, v, tq, tk, tv, tsinks, head_dim_v, alibi_slopes, sinks, softcap, *rest):
     *options, impl, need_dq, need_dk, need_dv, need_dsinks = rest
-    problem = describe(q, k, head_dim_v, *options, False, (alibi_slopes, sinks, None, softcap))
+    problem = describe(q, k, head_dim_v, *options, False, (alibi_slopes, sinks, None, softcap, 0.0))
     run = launcher(select(problem, "second", impl).launch).second
     needs = need_dq, need_dk, need_dv, need_dsinks
     found = run(problem, needs, dout, dlse, q, k, v, tq, tk, tv, tsinks, *options[:2], *_contiguous(alibi_slopes, sinks))
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in found)
 
 
-def _fake_fwd(q, k, v, alibi_slopes, sinks, bias, softcap, cu_seqlens_q, *rest):
+def _fake_fwd(q, k, v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, cu_seqlens_q, *rest):
     out = q.new_empty((*q.shape[:-1], v.shape[-1]))
     rows = (q.shape[1], q.shape[0]) if cu_seqlens_q is not None else (q.shape[0], q.shape[2], q.shape[1])
     return out, q.new_empty(rows, dtype=torch.float32)
 
 
-def _fake_jvp(q, k, v, tq, tk, tv, tsinks, alibi_slopes, sinks, *rest):
-    return *_fake_fwd(q, k, v, alibi_slopes, sinks, None, *rest), *_fake_fwd(q, k, v, alibi_slopes, sinks, None, *rest)
+def _fake_jvp(q, k, v, tq, tk, tv, tsinks, alibi_slopes, sinks, softcap, *rest):
+    args = q, k, v, alibi_slopes, sinks, None, softcap, 0.0, None, *rest
+    return *_fake_fwd(*args), *_fake_fwd(*args)
 
 
 def _fake_second(dout, dlse, q, k, v, tq, tk, tv, tsinks, head_dim_v, alibi_slopes, sinks, *rest):

@@ -139,6 +139,8 @@ def compute(memory, dq_desc, dk, dv, grid, scale, scale_log2, WARPGROUP_ID: gl.c
             last_dq(memory, dq_desc, visit.steps - 1, place.block, WARPGROUP_ID, TILE)
     else:
         dk_ND, dv_NV, place = steps(dk_ND, dv_NV, s_NM, memory, dq_desc, 0, place, visit, grid, scale_log2, WARPGROUP_ID, SPEC, TILE)
+    if SPEC.need_dv and SPEC.dropout:
+        dv_NV = dv_NV * grid.extras.rescale
     if SPEC.need_dv:  # nobody else reads this V, and its last product is done
         write_tile(dv_NV, memory.v.tiles.index(WARPGROUP_ID), dv, visit, grid.heads_kv, WARPGROUP_ID, DV, TILE.head_dim_v, SPEC)
     if SPEC.need_dq:

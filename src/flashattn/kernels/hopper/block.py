@@ -12,6 +12,7 @@ from ..common.softmax import finite_shift, raise_maximum
 from .channel import EMPTY_K, EMPTY_V, WARPGROUP, arrive, pass_turn, take_turn
 from .cut import cut
 from .distance import scores
+from .drop import dropped
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, operand, rows_of, shared
 
@@ -28,6 +29,7 @@ class Call(NamedTuple):
     right: object
     scale_log2: object
     extras: object
+    cu_q: object
 
 
 @gluon.jit
@@ -200,10 +202,12 @@ def skip_block(k, v, use, WARPGROUP_ID: gl.constexpr, TILE: gl.constexpr):
 
 
 @gluon.jit
-def first_block(q, k, v, use, block, position, task, call, extras, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr):
+def first_block(
+    q, k, v, use, block, position, task, call, extras, drawn, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr
+):
     """(p, m, l) of the first block that a warpgroup visits, the `block`-th from the last; its product with V not yet started.
 
-    A sink is where the maximum starts, and joins l at the end.
+    A sink is where the maximum starts, and joins l at the end. drawn: of dropout, which leaves l alone; see `draw_of`.
     """
     slot = use % TILE.stages
     full = (use // TILE.stages) & 1
@@ -225,12 +229,15 @@ def first_block(q, k, v, use, block, position, task, call, extras, WARPGROUP_ID:
         if hi > task.rows_k:
             mbarrier.wait(v.full.index(slot), full)
             clear_past(v, slot, TILE.n + task.rows_k - hi, TILE)
-    return carried(p_MN, v.tiles.dtype, TILE), m_M, partial_sums(p_MN, TILE)
+    kept_MN = p_MN
+    if SPEC.dropout:
+        kept_MN = dropped(p_MN, drawn, hi - TILE.n, TILE.n)
+    return carried(kept_MN, v.tiles.dtype, TILE), m_M, partial_sums(p_MN, TILE)
 
 
 @gluon.jit
 def next_block(
-    p, m_M, l_MC, acc_MV, q, k, v, use, block, position, task, call, extras,
+    p, m_M, l_MC, acc_MV, q, k, v, use, block, position, task, call, extras, drawn,
     WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
     """Adds P V of the block before to acc, and makes (p, m, l) of this one meanwhile."""
@@ -260,6 +267,8 @@ def next_block(
     next_p_MN = gl.exp2(s_MN * call.scale_log2 - shift_M[:, None])
     sums_MC = partial_sums(next_p_MN, TILE)
     l_MC = l_MC * gl.convert_layout(alpha_M, gl.SliceLayout(1, sums_MC.type.layout))[:, None] + sums_MC
+    if SPEC.dropout:
+        next_p_MN = dropped(next_p_MN, drawn, task.hi - (block + 1) * TILE.n, TILE.n)
     acc_MV, p_MN = warpgroup_mma_wait(0, deps=(acc_MV, p_MN))
     release(EMPTY_V, slot_v, TILE)
     acc_MV = rescaled(acc_MV, alpha_M, TILE)

@@ -28,6 +28,7 @@ from .channel import (
     take_turn,
     task_of,
 )  # fmt: skip
+from .drop import draw_of
 from .gluon import async_store, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, rows_of, shared
 from .profile import forward_metadata
@@ -37,7 +38,7 @@ from .walk import SIZES, Walk, draw, find, leave
 @gluon.jit
 def entry_of(task, SPEC: gl.constexpr):
     """Entry of the batch in tensors. That of a packed task is its sequence where one is asked for."""
-    return task.entry * 0 if SPEC.varlen and (SPEC.alibi or SPEC.sinks) else task.entry
+    return task.entry * 0 if SPEC.varlen and (SPEC.alibi or SPEC.sinks or SPEC.dropout) else task.entry
 
 
 @gluon.jit
@@ -91,7 +92,10 @@ def write(acc_MV, m_M, l_MC, out, lse, out_tile, task, call, WARPGROUP_ID: gl.co
         sum_M += gl.convert_layout(gl.exp2(sink - finite_shift(m_M)), sum_M.type.layout)
     l_M = gl.convert_layout(sum_M, gl.SliceLayout(1, accumulator(WIDTH)))
     empty_M = l_M == 0.0
-    acc_MV = acc_MV * (1.0 / gl.where(empty_M, 1.0, l_M))[:, None]  # off by 2 ulp of float32, which 16 bits don't show
+    rescale = 1.0
+    if SPEC.dropout:
+        rescale = call.extras.rescale
+    acc_MV = acc_MV * (rescale / gl.where(empty_M, 1.0, l_M))[:, None]  # off by 2 ulp of float32, which 16 bits don't show
     if SPEC.ragged or SPEC.left or SPEC.right:
         acc_MV = gl.where(empty_M[:, None], 0.0, acc_MV)
     out_MV = reinterpret(out_tile, out_tile.dtype, [ROWS, WIDTH], shared(WIDTH, 2))
@@ -133,6 +137,9 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         extras = Extras(
             call.extras.inner, slope_of_head(call.extras, task.entry, call.batch, task.head, SPEC), None, None, call.extras.cap
         )
+        drawn = None
+        if SPEC.dropout:
+            drawn = draw_of(call, task, WARPGROUP_ID, SPEC, TILE)
         first = 0
         missed = 0  # blocks left of the window; a tile of two warpgroups has none or, at head dim 256, no registers to tell
         if SPEC.right:
@@ -142,11 +149,11 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         if SPEC.left and TILE.consumers == 3:
             missed = blocks - seen_blocks(position, first, blocks, task.hi, call, TILE)
         mbarrier.wait(q.full.index(WARPGROUP_ID), turn & 1)
-        p, m_M, l_MC = first_block(q, k, v, used + first, first, position, task, call, extras, WARPGROUP_ID, SPEC, TILE)
+        p, m_M, l_MC = first_block(q, k, v, used + first, first, position, task, call, extras, drawn, WARPGROUP_ID, SPEC, TILE)
         acc_MV = gl.zeros([ROWS, WIDTH], gl.float32, accumulator(WIDTH))
         for block in range(first + 1, blocks - missed):
             p, m_M, l_MC, acc_MV = next_block(
-                p, m_M, l_MC, acc_MV, q, k, v, used + block, block, position, task, call, extras, WARPGROUP_ID, SPEC, TILE
+                p, m_M, l_MC, acc_MV, q, k, v, used + block, block, position, task, call, extras, drawn, WARPGROUP_ID, SPEC, TILE
             )
         if not TILE.alias:
             arrive(EMPTY_Q + WARPGROUP_ID, WARPGROUP + 32)
@@ -190,7 +197,7 @@ def attn_fwd_hopper(
     walk = Walk(
         seqlens.cu_q, seqlens.cu_k, total_q, total_k, batch, heads_q, group, slots, lanes, wave, per_wave, tiles, left, right, counter
     )
-    call = Call(total_q, batch, heads_q, left, right, scale_log2, extras)
+    call = Call(total_q, batch, heads_q, left, right, scale_log2, extras, seqlens.cu_q)
     q = make_ring(q_desc, TILE.consumers, PARTS)
     k = make_ring(k_desc, TILE.stages, PARTS)
     v = make_ring(v_desc, TILE.stages, 1)

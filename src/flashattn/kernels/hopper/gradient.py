@@ -14,17 +14,20 @@ step i - 1, when the other has announced that: they never stand still, and may b
 slots, and is safe only because a warpgroup waits for the other's ds of step i - 1 *before* it stores its own of step i. By then the other
 has finished step i - 2, in which it made dQ of step i - 3 from the slot that is overwritten. Announcements alternate between two barriers,
 for the other may announce step i + 1 before step i was taken note of.
+Over 300 lines because the ways to order the five products share what they are made of.
 Method: Shah et al. 2024 (FlashAttention-3), algorithm 3.
 """
 
 from typing import NamedTuple
 
+from ..common.dropout import left_gradient, unmarked
 from ..common.score import biased, capped, score_gradient, score_weight, slope_of_head
 from ..common.softmax import probabilities
 from ..structs import Extras
 from .channel import WARPGROUP, arrive, sync
 from .cut import masked
 from .distance import distances
+from .drop import marked_transposed
 from .gluon import async_add, barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, store_wait, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, in_fours, operand, shared
 
@@ -155,7 +158,10 @@ def start(
     s_NM, memory, turn, place, visit, grid, scale_log2,
     FIRST: gl.constexpr, WARPGROUP_ID: gl.constexpr, SPEC: gl.constexpr, TILE: gl.constexpr,
 ):  # fmt: skip
-    """(p of a block, its weight, its dP in flight); without need of dQ and dK no dP. s_NM: its scores, if they were made ahead."""
+    """(p of a block, its weight, its dP in flight); without need of dQ and dK no dP. With dropout p and weight have the signs of `marked`.
+
+    s_NM: its scores, if they were made ahead.
+    """
     m0 = place.m0
     M: gl.constexpr = TILE.m
     D: gl.constexpr = TILE.d
@@ -205,18 +211,23 @@ def start(
         s_NM = mask_scores(s_NM, m0, visit, grid, FIRST, WARPGROUP_ID, SPEC, TILE)
     lse_M = numbers(memory.rows, slot, 0, TILE)  # read ahead, while s is in flight, it costs 3 %
     p_NM = probabilities(s_NM, gl.expand_dims(lse_M, 0), scale_log2)
+    if SPEC.dropout:
+        p_NM = marked_transposed(p_NM, m0, visit.n0 + WARPGROUP_ID * ROWS, visit.words, place.head, grid.extras.dropout, M)
     return p_NM, score_weight(p_NM, t_NM, SPEC), dp_NM
 
 
 @gluon.jit
-def finish_ds(weight_NM, dp_NM, memory, turn, SPEC: gl.constexpr, TILE: gl.constexpr):
+def finish_ds(weight_NM, dp_NM, memory, turn, grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     """ds in 16 bits, when dP is there."""
     ds_NM = weight_NM
     if SPEC.need_dq or SPEC.need_dk:
         delta_M = 0.0
         if not TILE.init:
             delta_M = gl.expand_dims(numbers(memory.rows, turn % TILE.stages, 1, TILE), 0)
-        ds_NM = score_gradient(weight_NM, warpgroup_mma_wait(0, deps=(dp_NM,)), delta_M)
+        dp_NM = warpgroup_mma_wait(0, deps=(dp_NM,))
+        if SPEC.dropout:
+            weight_NM, dp_NM = left_gradient(weight_NM, dp_NM, grid.extras.rescale)
+        ds_NM = score_gradient(weight_NM, dp_NM, delta_M)
     return ds_NM.to(memory.q.tiles.dtype)
 
 
@@ -225,6 +236,8 @@ def add_dv(p_NM, memory, turn, dv_NV, SPEC: gl.constexpr, TILE: gl.constexpr):
     """dV + p dO, in flight. Returned with the operand, which must stay in its registers."""
     M: gl.constexpr = TILE.m
     DV: gl.constexpr = TILE.dv
+    if SPEC.dropout:
+        p_NM = unmarked(p_NM)
     p_NM = gl.convert_layout(p_NM.to(memory.q.tiles.dtype), operand(DV))
     if SPEC.need_dv:
         do_MV = reinterpret(memory.do.tiles.index(turn % TILE.stages), p_NM.dtype, [M, DV], shared(DV, 2))

@@ -53,7 +53,7 @@ def step(
 ):  # fmt: skip
     """Adds a block of queries to dK and dV, and its part to dQ. In lock step with the other warpgroup if there is a dQ."""
     p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, False, WARPGROUP_ID, SPEC, TILE)
-    ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
+    ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, grid, SPEC, TILE)
     p_op, dv_NV = add_dv(p_NM, memory, turn, dv_NV, SPEC, TILE)
     if SPEC.need_dq:
         store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)
@@ -70,7 +70,7 @@ def delayed_step(
 ):  # fmt: skip
     """As `step`, but dQ is that of the step before (FIRST: there was none), for the block of that number."""
     p_NM, weight_NM, dp_NM = start(s_NM, memory, turn, place, visit, grid, scale_log2, FIRST, WARPGROUP_ID, SPEC, TILE)
-    ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, SPEC, TILE)
+    ds_NM = finish_ds(weight_NM, dp_NM, memory, turn, grid, SPEC, TILE)
     if not FIRST:
         sync(DS + (1 - WARPGROUP_ID) * 2 + ((turn - 1) & 1), BOTH)
     store_ds(ds_NM, memory, turn, WARPGROUP_ID, TILE)

@@ -12,6 +12,7 @@ dQ are stored, padded to whole blocks, and so nothing of them is ever masked.
 from typing import NamedTuple
 
 from ..common.bounds import key_range, query_range
+from ..common.dropout import sequence_words
 from ..common.index import locate, tile_in_order
 from .gluon import gl, gluon
 
@@ -56,6 +57,7 @@ class Visit(NamedTuple):
     full_lo: object  # the queries [full_lo, full_hi) of [lo, hi) need no mask
     full_hi: object
     hi: object
+    words: object  # of dropout: see `sequence_words`
     block: object  # number of the block of the first head's row lo
 
 
@@ -88,8 +90,11 @@ def find(grid, SPEC: gl.constexpr, TILE: gl.constexpr):
     block = (entry * grid.heads_kv + head_kv) * grid.group * grid.blocks + lo // TILE.m
     if SPEC.varlen:
         block += q_start // TILE.m + sequence
+    words = (0, 0)
+    if SPEC.dropout:
+        words = sequence_words(grid.extras.rng, sequence)
     return Visit(
-        steps, entry, sequence, head_kv, q_start, rows_q, k_start + n0, n0, rows_k - n0, diagonal, lo, full_lo, full_hi, hi, block
+        steps, entry, sequence, head_kv, q_start, rows_q, k_start + n0, n0, rows_k - n0, diagonal, lo, full_lo, full_hi, hi, words, block
     )  # fmt: skip
 
 

@@ -72,7 +72,7 @@ def look(index, walk, SPEC: gl.constexpr, TILE: gl.constexpr):
     lo, _, _, hi = key_range(m0, rows_q, rows_k, diagonal, walk.left, walk.right, SPEC, BLOCK, TILE.n)
     hi = gl.maximum(hi, lo + TILE.n)
     blocks = gl.where(index < walk.tiles, (hi - lo) // TILE.n, 0)
-    if SPEC.alibi or SPEC.sinks:
+    if SPEC.alibi or SPEC.sinks or SPEC.dropout:
         entry = sequence
     task = Task(blocks, entry, head, q_start + m0, rows_q - m0, m0 + diagonal, rows_k, hi)
     return index, task, k_start + hi

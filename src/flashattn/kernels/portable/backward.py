@@ -4,6 +4,7 @@ Legend: M query rows, N keys, D query/key dim, V value dim. Nothing but out and 
 as exp(score - lse). With dp = dO v^T and delta = rowsum(dO * out) - dlse, the gradient of a score is ds = p * (dp - delta) and
     dV = p^T dO,   dK = scale * ds^T q,   dQ = scale * ds k    (with a softcap ds takes its derivative first, see common/score.py).
 The gradient of lse enters through delta alone, because d lse / d score is p as well. A sink is in lse, so none is asked for here.
+With dropout, out is made of z p, where z is 0 or 1 / (1 - dropout): so dV takes z p for p, and ds takes z dp for dp. delta is as ever.
 Method: Dao et al. 2022 (FlashAttention), appendix B.4; Dao 2023 (FlashAttention-2), algorithm 2. The dK/dV pass works on transposed
 tiles [N, M], so that p^T and ds^T are left operands straight from registers.
 """
@@ -12,6 +13,7 @@ import triton
 import triton.language as tl
 
 from ..common.bounds import key_range, query_range
+from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
 from ..common.index import head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
 from ..common.score import bias_of_head, biased, capped, load_bias, score_gradient, score_weight, slope_of_head
@@ -45,12 +47,13 @@ def attn_bwd_delta(out, dout, dlse, delta, total_q, batch, heads_q, TILE: tl.con
 
 @triton.jit
 def gather_dkdv(
-    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, extras, place, first_head, group, q_start, rows_q, rows_k, total_q, n0, diagonal,
-    aligned, visit, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, extras, words, place, first_head, group, q_start, rows_q, rows_k, total_q, n0,
+    diagonal, aligned, visit, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both.
 
-    place: (batch entry, sequence, batch). visit: (lo, full_lo, full_hi, hi). aligned: the diagonal's offset as ALiBi has it.
+    words: `sequence_words` of dropout. place: (batch entry, sequence, batch). visit: (lo, full_lo, full_hi, hi). aligned: the diagonal's
+    offset as ALiBi has it.
     """
     entry, sequence, batch = place
     lo, full_lo, full_hi, hi = visit
@@ -107,6 +110,12 @@ def gather_dkdv(
                 keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], left, right, SPEC)
                 p_NM = tl.where(keep, p_NM, 0.0)
         weight_NM = score_weight(p_NM, t_NM, SPEC)
+        if SPEC.dropout:
+            row_key, column_key = head_keys(words, first_head + member)
+            rows_M = row_keys(row_key, m0 + tl.arange(0, BLOCK_M))
+            columns_N = column_keys(column_key, n0 + tl.arange(0, BLOCK_N))
+            kept_NM = kept(rows_M[None, :], columns_N[:, None], last_dropped(extras.dropout))
+            p_NM = tl.where(kept_NM, p_NM, 0.0)
         if not DP_FIRST:
             do_MV = load_tile(do_pointers, rows, HEAD_DIM_V, BLOCK_M, BLOCK_DV, SPEC.ragged)
         if SPEC.need_dv:
@@ -115,6 +124,8 @@ def gather_dkdv(
             delta_M = load_row(delta + step(member, total_q, 1) + m0, rows, BLOCK_M, SPEC.ragged)
             if not DP_FIRST:
                 dp_NM = tl.dot(v_NV, tl.trans(do_MV), input_precision=PRECISION)
+            if SPEC.dropout:
+                dp_NM = tl.where(kept_NM, dp_NM, 0.0) * extras.rescale
             ds_NM = score_gradient(weight_NM, dp_NM, delta_M[None, :])
             dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_NV
@@ -157,26 +168,32 @@ def attn_bwd_dkdv(
             scale_log2 = 1.0
         dk_ND = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
         dv_NV = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+        words = None
+        if SPEC.dropout:
+            words = sequence_words(extras.rng, sequence)
         visit = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dk_ND, dv_NV = gather_dkdv(
-            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, extras, (entry, sequence, batch), head_kv * group, group, q_start,
-            rows_q, rows_k, total_q, n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
+            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, extras, words, (entry, sequence, batch), head_kv * group, group,
+            q_start, rows_q, rows_k, total_q, n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         if SPEC.need_dk:
             dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
             store_tile(tile_pointers(dk, dk_base, BLOCK_N, BLOCK_D, TILE.align), dk_ND * scale, rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D)
         if SPEC.need_dv:
+            if SPEC.dropout:
+                dv_NV = dv_NV * extras.rescale
             dv_base = rows_pointer(dv, entry, head_kv, k_start + n0, TILE.align)
             store_tile(tile_pointers(dv, dv_base, BLOCK_N, BLOCK_DV, TILE.align), dv_NV, rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV)
 
 
 @triton.jit
 def gather_dq(
-    dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, extras, q_pos_M, aligned_M, m0, rows_q, rows_k, visit, scale_log2,
-    left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, extras, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, visit,
+    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to dQ of a block of query rows. aligned_M: positions as ALiBi has them. lse_M: in base 2; with a bias
-    this and rest_M are what `attn_bwd_shifts` gave. visit: (lo, full_lo, full_hi, hi)."""
+    this and rest_M are what `attn_bwd_shifts` gave. draw: as in the forward, and what is kept is multiplied with. visit: (lo, full_lo,
+    full_hi, hi)."""
     lo, full_lo, full_hi, hi = visit
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -208,6 +225,9 @@ def gather_dq(
                 p_MN = tl.where(keep, p_MN, 0.0)
         weight_MN = score_weight(p_MN, t_MN, SPEC)
         dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
+        if SPEC.dropout:
+            columns_N = column_keys(draw[1], n0 + tl.arange(0, BLOCK_N))
+            dp_MN = tl.where(kept(draw[0][:, None], columns_N[None, :], draw[2]), dp_MN, 0.0) * draw[3]
         ds_MN = score_gradient(weight_MN, dp_MN, delta_M[:, None])
         dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
     return dq_MD
@@ -259,10 +279,14 @@ def attn_bwd_dq(
             extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
             bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
         )  # fmt: skip
+        draw = None
+        if SPEC.dropout:
+            row_key, column_key = head_keys(sequence_words(extras.rng, sequence), head)
+            draw = (row_keys(row_key, m0 + tl.arange(0, BLOCK_M)), column_key, last_dropped(extras.dropout), extras.rescale)
         visit = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dq_MD = gather_dq(
-            dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, m0, rows_q, rows_k, visit,
-            scale_log2, left, right, SPEC, TILE,
+            dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, of_head, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, 
+            visit, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
         dq_base = rows_pointer(dq, entry, head, row, TILE.align)
         store_tile(tile_pointers(dq, dq_base, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from ..common.bounds import key_range, query_range
+from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
 from ..common.index import head_pointer, load_row, load_tile, program_tile, rows_pointer, step, tile_pointers, wide
 from ..common.mask import keep_mask
 from ..common.score import bias_of_head, biased, capped, load_bias, score, score_gradient, sink_of_head, slope_of_head
@@ -191,6 +192,10 @@ def attn_bwd_dbias(
             inside = (row_M < total_q)[:, None] & (key_N < total_k)[None, :]
             p_MN = tl.where(keep_mask((row_M + diagonal)[:, None], key_N[None, :], inside, left, right, SPEC), p_MN, 0.0)
         dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
+        if SPEC.dropout:
+            row_key, column_key = head_keys(sequence_words(extras.rng, entry), head)
+            kept_MN = kept(row_keys(row_key, row_M)[:, None], column_keys(column_key, key_N)[None, :], last_dropped(extras.dropout))
+            dp_MN = tl.where(kept_MN, dp_MN, 0.0) * extras.rescale
         acc_MN += score_gradient(p_MN, dp_MN, delta_M[:, None])
     part = dbias + wide(split) * (tl.num_programs(0) // splits // tiles_m // tiles_n) * (1 if SHARED[2] else total_q) * (
         1 if SHARED[3] else total_k

@@ -8,6 +8,7 @@ import triton
 import triton.language as tl
 
 from ..common.bounds import key_range
+from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
 from ..common.index import head_pointer, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
 from ..common.mask import keep_mask
 from ..common.score import bias_of_head, load_bias, score, sink_of_head, slope_of_head
@@ -18,11 +19,12 @@ from .profile import forward_metadata
 
 @triton.jit
 def attend(
-    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, q_pos_M, aligned_M, m0, rows_q, rows_k, lo, full_lo, full_hi, hi, scale_log2,
-    left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, lo, full_lo, full_hi, hi,
+    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask. aligned_M: positions as ALiBi has
-    them. m0: the first row, of rows_q."""
+    them. m0: the first row, of rows_q. draw: of dropout, (keys of the rows, key of the columns, the last word that is dropped); the sum l
+    is of all, kept or not."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -48,6 +50,9 @@ def attend(
                 keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
                 s_MN = tl.where(keep, s_MN, float("-inf"))
         p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, SPEC)
+        if SPEC.dropout:
+            columns_N = column_keys(draw[1], n0 + tl.arange(0, BLOCK_N))
+            p_MN = tl.where(kept(draw[0][:, None], columns_N[None, :], draw[2]), p_MN, 0.0)
         v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
         acc_MV = tl.dot(p_MN.to(v_NV.dtype), v_NV, acc_MV * alpha_M[:, None], input_precision=PRECISION)
     return acc_MV, m_M, l_M
@@ -93,11 +98,17 @@ def attn_fwd(
         sink = sink_of_head(extras, sequence, batch, head, SPEC)
         m_M = tl.full([BLOCK_M], sink, tl.float32)
         l_M = tl.where(m_M == float("-inf"), 0.0, 1.0)
+        draw = None
+        if SPEC.dropout:
+            row_key, column_key = head_keys(sequence_words(extras.rng, sequence), head)
+            draw = (row_keys(row_key, m0 + tl.arange(0, BLOCK_M)), column_key, last_dropped(extras.dropout))
         lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         acc_MV, m_M, l_M = attend(
-            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, of_head, q_pos_M, aligned_M, m0, rows_q, rows_k,
+            acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, of_head, draw, q_pos_M, aligned_M, m0, rows_q, rows_k,
             lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE,
         )  # fmt: skip
+        if SPEC.dropout:
+            acc_MV = acc_MV * extras.rescale
         out_MV, lse_M = finish(acc_MV, m_M, l_M, SPEC)
         out_base = rows_pointer(out, entry, head, q_start + m0, TILE.align)
         store_tile(tile_pointers(out, out_base, BLOCK_M, BLOCK_DV, TILE.align), out_MV, rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV)
