@@ -133,7 +133,7 @@ def forward_launch(
         out if problem.varlen else described(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
         counter if tile.tickets else None, *totals(problem), problem.batch, problem.heads_q, problem.group,
         slots, lanes, wave, slots * wave, slots * lanes, *window,
-        scale_log2(problem), extras_of(problem, slopes, sinks, rng), spec, tile,
+        scale_log2(problem), extras_of(problem, slopes, sinks, rng=rng), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": REGISTERS[config.consumers][2], "enable_fp_fusion": True}
     return attn_fwd_hopper, (min(_multiprocessors(q.device), slots * lanes),), args, options
