@@ -54,7 +54,9 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
         )
     elif name == "hopper":
         counter = torch.empty(2, dtype=torch.int32, device="meta") if row.tickets else None
-        kernel, _, args, options = hopper.forward_launch(problem, row, q, k, v, out, lse, *cu, counter, slopes, sinks, rng_of(problem))
+        kernel, _, args, options = hopper.forward_launch(
+            problem, row, q, k, v, out, lse, *cu, counter, slopes, sinks, bias, rng_of(problem)
+        )
     elif name == "delta":
         kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse if dlse else None, delta)
     elif name == "dq":

@@ -36,6 +36,9 @@ EXTRAS = {
     "softcap": {"window_right": 0, "softcap": 50.0},
     "alibi": {"window_right": 0, "alibi": True},
     "sinks": {"window_left": 127, "window_right": 0, "sinks": True},
+    "bias": {"window_right": 0, "bias": "bfloat16", "bias_dims": "hqk"},
+    "bias-open": {"seqlen_q": 4096, "seqlen_k": 4096, "bias": "float32", "bias_dims": "hqk"},
+    "mask": {"seqlen_k": 2045, "bias": "bool", "bias_dims": "bk"},
     "all-packed": {**VARIANTS["packed-window"], "softcap": 50.0, "alibi": True, "sinks": True},
     "dropout": {"window_right": 0, "dropout": 0.1},
     "dropout-packed": {**VARIANTS["packed-window"], "dropout": 0.1},
@@ -50,6 +53,7 @@ EXTRA_DIMS = {
     "short": [(64, 64)], "masked": [], "large-group": [],
     "softcap": [(128, 128)], "alibi": [(128, 128), (256, 256)], "sinks": [(64, 64)], "all-packed": DIMS,
     "dropout": DIMS, "dropout-packed": [(64, 64), (128, 128)],
+    "bias": [(64, 64), (128, 128), (256, 256)], "bias-open": [(64, 64), (128, 128)], "mask": [(128, 128)],
 }  # fmt: skip
 OTHERS = [(40, 40), (96, 96), (72, 128), (128, 64), (192, 192), (256, 64), (64, 256)]
 
@@ -75,6 +79,8 @@ def jobs() -> list[Job]:
 SPILLED = {
     (64, 64, "packed-causal"): 288, (192, 128, "window"): 128, (256, 256, "all-packed"): 160,
     (256, 256, "dropout"): 32,
+    # numbers of a bias come one at a time where the last block is ragged
+    (128, 128, "mask"): 976, (256, 256, "bias"): 136, (128, 128, "bias-open"): 976,
 }  # fmt: skip
 
 

@@ -42,7 +42,6 @@ MACHINES = [
     (replace(PROBLEM, aligned=True, dtype="float32"), "portable"),
     *[(replace(PROBLEM, aligned=True, **extra), "hopper") for extra in ({"softcap": 9.0}, {"alibi": True}, {"sinks": True})],
     (replace(PROBLEM, aligned=True, alibi=True, top_left=True, window_right=0), "portable"),
-    *[(replace(PROBLEM, aligned=True, bias=dtype, bias_dims="hqk"), "portable") for dtype in ("bfloat16", "bool")],
     (replace(PROBLEM, aligned=True, head_dim_v=20), "portable"),
     (replace(PROBLEM, aligned=True, batch=1 << 23), "portable"),  # 2^32 rows of all heads
     *[(replace(PROBLEM, aligned=True, seqlen_k=(1 << 30) - less), name) for less, name in ((0, "portable"), (384, "hopper"))],
@@ -159,6 +158,14 @@ def test_hopper_pads_head_dims_to_its_tiles():
     ]
     assert backward == [(64, 64), (128, 128), (128, 64), (128, 128), *[(192, 128)] * 2, *[(256, 256)] * 2]
     assert ROWS["hopper"].padded(replace(PROBLEM, head_dim=64, head_dim_v=136), "backward") == (256, 256)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32", "bool"])
+def test_a_bias_is_for_the_forward_of_hopper_alone(dtype):
+    problem = replace(PROBLEM, aligned=True, bias=dtype, bias_dims="hqk")
+    assert [select(problem, direction).name for direction in ("forward", "backward")] == ["hopper", "portable"]
+    assert "a bias or mask: its forward takes one" in "".join(ROWS["hopper"].reasons(problem, "backward"))
+    assert all(ROWS["hopper"].rows(replace(problem, head_dim=dim, head_dim_v=dim))["forward"].consumers == 2 for dim in (64, 128, 256))
 
 
 @pytest.mark.parametrize("name", NAMES)

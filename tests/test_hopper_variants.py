@@ -8,6 +8,7 @@ import torch
 
 from flashattn import explain
 from support import check, dense, packed, run, same_bits, with_extras
+from test_bias import sized as sized_with_bias
 from test_hopper import BFLOAT16, FLOAT16, gpu, on_hopper
 from test_hopper_backward import PACKED
 from test_variants import VARIANTS
@@ -74,3 +75,31 @@ def test_no_keys_at_all():
     data = dense(70, 0, batch=2, heads=4, dim=64, **BFLOAT16)
     data = data.with_(sinks=torch.randn(4, device="cuda"))
     check(data, "hopper")
+
+
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("shape, bias_dtype", [
+    ("1hqk", torch.bfloat16), ("bhqk", torch.float32), ("b11k", torch.bool), ("11qk", torch.float16),
+])  # fmt: skip
+def test_biases(shape, bias_dtype, dim):
+    """Of every dtype, in lengths that end inside of a block and whose rows are aligned or not; the backward is portable."""
+    lengths, mask = [((512, 640), {}), ((301, 703), {"causal": True}), ((640, 512), {"window": (100, 5)})][DIMS.index(dim)]
+    size = {"seqlen_q": lengths[0], "seqlen_k": lengths[1], "heads": 4, "heads_kv": 2, "dim": dim}
+    data = sized_with_bias("portable", "cuda", shape, torch.bfloat16, bias_dtype, **size)
+    check(data, "hopper", grads="", **mask)
+    assert explain(data.q, data.k, data.v, bias=data.bias, **mask).kernels["forward"] == "hopper"
+
+
+def test_biases_that_empty_rows_or_are_large():
+    size = {"seqlen_q": 512, "seqlen_k": 640, "heads": 4, "heads_kv": 2, "dim": 128}
+    data = sized_with_bias("portable", "cuda", "1hqk", torch.bfloat16, torch.float32, **size)
+    bias = data.bias.clone()
+    bias[:, :, 3] = -torch.inf
+    check(data.with_(bias=bias), "hopper", grads="", causal=True)
+    hidden = torch.ones(512, 640, dtype=torch.bool, device="cuda").triu(129)
+    noise = data.with_(bias=bias.masked_fill(hidden, torch.nan))
+    assert same_bits(run(noise, "hopper", grads="", causal=True), run(data.with_(bias=bias), "hopper", grads="", causal=True))
+    bias[:, :, 7] = torch.finfo(torch.float32).min
+    out = run(data.with_(bias=bias), "hopper", grads="").out
+    mean = data.v.float().mean(1).repeat_interleave(2, 1)
+    torch.testing.assert_close(out[:, 7].float(), mean, rtol=1e-2, atol=1e-2)

@@ -133,8 +133,6 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
     if problem.alibi and problem.top_left:
         found.append("ALiBi beside a top-left diagonal: it counts both from one diagonal")
-    if problem.bias:
-        found.append("an additive bias or mask")
     if not problem.aligned:
         found.append("TMA can't address rows that aren't aligned to 16 bytes, nor expanded dimensions")
     if problem.head_dim_v % 8:
@@ -176,6 +174,8 @@ def hopper_backward_reasons(problem: Problem) -> list[str]:
     found = []
     if problem.head_dim % 8:
         found.append(f"head_dim {problem.head_dim}: rows of dQ and dK would not be aligned to 16 bytes")
+    if problem.bias:
+        found.append("a bias or mask: its forward takes one, its backward doesn't")
     row = hopper_backward_row(problem)
     rows, block, block_n = problem.total_q if problem.varlen else problem.seqlen_q, row.block_m, row.block_n
     if problem.softcap and row.wide:
@@ -222,6 +222,8 @@ def hopper_rows(problem: Problem) -> dict[str, hopper.HopperConfig | hopper.Hopp
     row = _hopper_row("forward", size, problem)
     if row.consumers == 3 and not problem.varlen and 4 * _in_tiles(problem.seqlen_q, row.block_m) >= 5 * _in_tiles(problem.seqlen_q, 128):
         row = row._replace(consumers=2)  # where a third of a tile would have no rows: 256 queries, open, 0.98 of cuDNN instead of 0.68
+    if problem.bias and row.consumers == 3:  # of whose registers a bias leaves none
+        row = hopper.ROWS["forward", size, "masked"]
     few = problem.batch * problem.heads_q * -(-problem.seqlen_q // row.block_m) <= FEW
     if few and not problem.varlen and size < 256:  # where it would spill
         row = row._replace(tickets=False)  # the host asks for no counter, 1 us of 25

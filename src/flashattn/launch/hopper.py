@@ -4,6 +4,7 @@ The surprising fact: a packed tensor is a dense one of one batch entry here. Its
 do, so what arrives of the next sequence is masked and what would be written there is written without a tensor map.
 """
 
+import math
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from threading import Lock
@@ -17,7 +18,7 @@ from ..kernels.hopper.layouts import Tile
 from ..kernels.structs import Seqlens
 from ..problem import Problem
 from .cache import run, stream_of
-from .common import contiguous_rows, extras_of, on_device, results, scale_log2, spec_of, totals, walk_order
+from .common import as_bytes, bias_strides, contiguous_rows, extras_of, on_device, results, scale_log2, spec_of, totals, walk_order
 from .hopper_backward import backward
 from .maps import described
 
@@ -75,6 +76,11 @@ def _tile(problem: Problem, config: HopperConfig) -> Tile:
     )
 
 
+def _bias_align(bias) -> int:
+    *steps, last = bias_strides(bias)
+    return math.gcd(16, bias.data_ptr() // bias.element_size(), *steps) if last == 1 else 1
+
+
 @lru_cache(maxsize=64)
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
@@ -121,10 +127,13 @@ def _counter(device: torch.device) -> torch.Tensor:
 
 
 def forward_launch(
-    problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes=None, sinks=None, rng=None
+    problem: Problem, config: HopperConfig, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes=None, sinks=None,
+    bias=None, rng=None,
 ):  # fmt: skip
     """(kernel, grid, arguments, options): what `forward` launches and what is compiled ahead of time in tests."""
     tile = _tile(problem, config)
+    if bias is not None:
+        tile = tile._replace(bias_align=_bias_align(bias))
     spec = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True)
     lanes, slots, wave = walk_order(problem, config.block_m, least=config.heads)
     window = problem.window_left or 0, problem.window_right or 0
@@ -133,7 +142,7 @@ def forward_launch(
         out if problem.varlen else described(out, 64, tile.dv), lse, Seqlens(cu_seqlens_q, cu_seqlens_k),
         counter if tile.tickets else None, *totals(problem), problem.batch, problem.heads_q, problem.group,
         slots, lanes, wave, slots * wave, slots * lanes, *window,
-        scale_log2(problem), extras_of(problem, slopes, sinks, rng), spec, tile,
+        scale_log2(problem), extras_of(problem, slopes, sinks, bias, rng), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": REGISTERS[config.consumers][2], "enable_fp_fusion": True}
     return attn_fwd_hopper, (min(_multiprocessors(q.device), slots * lanes),), args, options
@@ -148,7 +157,7 @@ def _lse_without_keys(problem: Problem, lse, cu_seqlens_q, sinks):
 
 
 def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, rng=None, token=None):
-    """(out, lse) of attention. slopes, sinks, rng, token: see portable.forward. There is no bias."""
+    """(out, lse) of attention. slopes, sinks, bias, rng, token: see portable.forward."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)
@@ -158,6 +167,6 @@ def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slo
         config = _rows_of(problem)["forward"]
         with on_device(q):
             counter = _counter(q.device) if config.tickets else None
-            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes, sinks, rng)
+            tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, counter, slopes, sinks, as_bytes(bias), rng)
             run("hopper", problem, tensors, partial(forward_launch, problem, config, *tensors), token)
     return out, lse

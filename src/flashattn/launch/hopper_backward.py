@@ -150,7 +150,7 @@ def backward_launch(
         flat(numbers, 1, 2 * tile.m), flat(sums, 16, 256), *outputs, turns, Seqlens(cu_seqlens_q, cu_seqlens_k),
         *totals(problem), problem.batch, problem.heads_kv, problem.group, lanes, wave, slots * wave, blocks_of(problem, tile.m)[0],
         problem.window_left or 0, problem.window_right or 0, problem.softmax_scale, scale_log2(problem),
-        extras_of(problem, slopes, None, rng), spec, tile,
+        extras_of(problem, slopes, rng=rng), spec, tile,
     )  # fmt: skip
     options = {"num_warps": 4, "maxnreg": FIRST_REGISTERS, "enable_fp_fusion": True}
     return attn_bwd_hopper, (slots * lanes,), args, options

@@ -8,15 +8,15 @@ from typing import NamedTuple
 
 from ..common.mask import first_kept, last_key
 from ..common.score import sink_of_head
-from ..common.softmax import finite_shift, raise_maximum
+from ..common.softmax import finite_shift, power, raise_maximum, rescaling
 from .channel import EMPTY_K, EMPTY_V, WARPGROUP, arrive, pass_turn, take_turn
 from .cut import cut
-from .distance import scores
+from .distance import bias_of_block, scores
 from .drop import dropped
 from .gluon import barrier, fence_async_shared, gl, gluon, mbarrier, reinterpret, warpgroup_mma, warpgroup_mma_wait
 from .layouts import ROWS, accumulator, operand, rows_of, shared
 
-SLACK = gl.constexpr(8.0)  # powers of two that a score may lie above the maximum in use
+SLACK = gl.constexpr(8.0)  # powers of two, or with a bias of e, that a score may lie above the maximum in use
 
 
 class Call(NamedTuple):
@@ -216,15 +216,19 @@ def first_block(
     take_turn(WARPGROUP_ID)
     s_MN = start_scores(q, k, slot, WARPGROUP_ID, TILE)
     pass_turn(WARPGROUP_ID, TILE)
+    bias_MN = None
+    if SPEC.bias:
+        m0 = task.row + WARPGROUP_ID * ROWS
+        bias_MN = bias_of_block(extras, m0, hi - TILE.n, call.total_q, task.rows_k, SPEC, TILE.n, TILE.bias_align)
     s_MN = warpgroup_mma_wait(0, deps=(s_MN,))
     release(EMPTY_K, slot, TILE)
-    s_MN = scores(s_MN, extras, position - hi + TILE.n, SPEC, TILE.n)
+    s_MN = scores(s_MN, extras, position - hi + TILE.n, bias_MN, SPEC, TILE.n)
     s_MN = masked(s_MN, position, hi - TILE.n, task.rows_k, call, SPEC, TILE)
     m_M = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, accumulator(TILE.n)))
     if SPEC.sinks:
         m_M = gl.maximum(m_M, sink_of_head(call.extras, task.entry, call.batch, task.head, SPEC))
     m_M = raise_maximum(s_MN, m_M, call.scale_log2, SPEC)
-    p_MN = gl.exp2(s_MN * call.scale_log2 - finite_shift(m_M)[:, None])
+    p_MN = power(s_MN, finite_shift(m_M), call.scale_log2, SPEC)
     if SPEC.varlen:
         if hi > task.rows_k:
             mbarrier.wait(v.full.index(slot), full)
@@ -250,10 +254,14 @@ def next_block(
     p_MN = as_operand(p, v.tiles.dtype, TILE)
     acc_MV = start_values(p_MN, v, slot_v, acc_MV, TILE)
     pass_turn(WARPGROUP_ID, TILE)
+    bias_MN = None
+    if SPEC.bias:
+        m0, n0 = task.row + WARPGROUP_ID * ROWS, task.hi - (block + 1) * TILE.n
+        bias_MN = bias_of_block(extras, m0, n0, call.total_q, task.rows_k, SPEC, TILE.n, TILE.bias_align)
     s_MN = warpgroup_mma_wait(1, deps=(s_MN,))
     if not TILE.pinned:
         release(EMPTY_K, slot, TILE)
-    s_MN = scores(s_MN, extras, position - task.hi + (block + 1) * TILE.n, SPEC, TILE.n)
+    s_MN = scores(s_MN, extras, position - task.hi + (block + 1) * TILE.n, bias_MN, SPEC, TILE.n)
     if TILE.mask_loop:
         s_MN = masked(s_MN, position, task.hi - (block + 1) * TILE.n, task.rows_k, call, SPEC, TILE)
     m_new_M = raise_maximum(s_MN, m_M, call.scale_log2, SPEC)
@@ -263,8 +271,8 @@ def next_block(
         m_new_M = pin(m_new_M)
         release(EMPTY_K, slot, TILE)
     shift_M = finite_shift(m_new_M)
-    alpha_M = gl.exp2(m_M - shift_M)
-    next_p_MN = gl.exp2(s_MN * call.scale_log2 - shift_M[:, None])
+    alpha_M = rescaling(m_M, shift_M, call.scale_log2, SPEC)
+    next_p_MN = power(s_MN, shift_M, call.scale_log2, SPEC)
     sums_MC = partial_sums(next_p_MN, TILE)
     l_MC = l_MC * gl.convert_layout(alpha_M, gl.SliceLayout(1, sums_MC.type.layout))[:, None] + sums_MC
     if SPEC.dropout:

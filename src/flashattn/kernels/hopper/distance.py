@@ -1,4 +1,4 @@
-"""Distances from the diagonal of a product's elements, which ALiBi's bias grows with.
+"""What is added to a product's elements: distances from the diagonal, which ALiBi grows with, and the bias of a block.
 
 The surprising fact: to convert an integer takes as long as four multiplications, so a thread converts one for each pair of its rows and
 neighbouring columns, and the columns of other groups of 8 lie a constant away.
@@ -6,7 +6,7 @@ neighbouring columns, and the columns of other groups of 8 lie a constant away.
 
 from ..common.score import score
 from .gluon import gl, gluon
-from .layouts import ROWS
+from .layouts import ROWS, accumulator
 
 
 @gluon.jit
@@ -23,9 +23,28 @@ def distances(s, start, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def scores(s, extras, start, SPEC: gl.constexpr, COLUMNS: gl.constexpr):
-    """Raw scores of finished products; rows may be queries or keys. start: of `distances`."""
+def bias_of_block(extras, m0, n0, rows, keys, SPEC: gl.constexpr, COLUMNS: gl.constexpr, ALIGN: gl.constexpr):
+    """The bias of the 64 queries from m0 on and the keys from n0 on, as scores lie: asked for while these are in flight. Two neighbours a
+    thread and load, four rows of 16 or 32 bytes each a warp and instruction, whose other halves are found in L1."""
+    row_M = m0 + gl.arange(0, ROWS, gl.SliceLayout(1, accumulator(COLUMNS)))
+    key_N = gl.arange(0, COLUMNS, gl.SliceLayout(0, accumulator(COLUMNS)))
+    rows = gl.where(n0 < keys, rows, 0)  # a warpgroup without keys may visit a block past the last one
+    base = extras.bias + (n0 // COLUMNS * COLUMNS).to(gl.int64) * extras.bias_stride_n  # a multiple that the compiler sees
+    offsets_M = row_M.to(gl.int64) * extras.bias_stride_m
+    if ALIGN > 1:  # what is known of an argument is lost in a partition
+        SIZE: gl.constexpr = extras.bias.dtype.element_ty.primitive_bitwidth // 8
+        base = gl.multiple_of(base, SIZE * ALIGN)
+        offsets_M = gl.multiple_of(offsets_M, ALIGN)
+    inside = (row_M < rows)[:, None]
+    if SPEC.ragged:
+        inside = inside & (key_N < keys - n0)[None, :]
+    return gl.load(base + (offsets_M[:, None] + key_N.to(gl.int64)[None, :] * extras.bias_stride_n), mask=inside, other=0)
+
+
+@gluon.jit
+def scores(s, extras, start, bias, SPEC: gl.constexpr, COLUMNS: gl.constexpr):
+    """Raw scores of finished products; rows may be queries or keys. start: of `distances`. bias: of `bias_of_block`, or None."""
     distance = None
     if SPEC.alibi:
         distance = distances(s, start, COLUMNS)
-    return score(s, extras, distance, None, SPEC, True)
+    return score(s, extras, distance, bias, SPEC, True)

@@ -8,8 +8,8 @@ The surprising fact: each warpgroup has its own copy of the code, since Triton c
 instructions are dear here: a second loop for masked blocks costs more than the branch that saves it.
 """
 
-from ..common.score import sink_of_head, slope_of_head
-from ..common.softmax import finite_shift, natural_lse
+from ..common.score import bias_of_head, sink_of_head, slope_of_head
+from ..common.softmax import finite_shift, natural_lse, rescaling
 from ..structs import Extras
 from .block import Call, as_operand, first_block, next_block, release, seen_blocks, skip_block, start_values, unseen_blocks
 from .channel import (
@@ -89,14 +89,14 @@ def write(acc_MV, m_M, l_MC, out, lse, out_tile, task, call, WARPGROUP_ID: gl.co
     sum_M = gl.sum(l_MC, 1)
     if SPEC.sinks:
         sink = sink_of_head(call.extras, task.entry, call.batch, head, SPEC)
-        sum_M += gl.convert_layout(gl.exp2(sink - finite_shift(m_M)), sum_M.type.layout)
+        sum_M += gl.convert_layout(rescaling(sink, finite_shift(m_M), call.scale_log2, SPEC), sum_M.type.layout)
     l_M = gl.convert_layout(sum_M, gl.SliceLayout(1, accumulator(WIDTH)))
     empty_M = l_M == 0.0
     rescale = 1.0
     if SPEC.dropout:
         rescale = call.extras.rescale
     acc_MV = acc_MV * (rescale / gl.where(empty_M, 1.0, l_M))[:, None]  # off by 2 ulp of float32, which 16 bits don't show
-    if SPEC.ragged or SPEC.left or SPEC.right:
+    if SPEC.ragged or SPEC.left or SPEC.right or SPEC.bias:
         acc_MV = gl.where(empty_M[:, None], 0.0, acc_MV)
     out_MV = reinterpret(out_tile, out_tile.dtype, [ROWS, WIDTH], shared(WIDTH, 2))
     if SPEC.varlen:  # a box of TMA may reach into the next sequence
@@ -135,8 +135,9 @@ def compute(q, k, v, tasks, out_tiles, out, lse, call, WARPGROUP_ID: gl.constexp
         task = task_of(tasks, turn)
         position = task.position + WARPGROUP_ID * ROWS
         extras = Extras(
-            call.extras.inner, slope_of_head(call.extras, task.entry, call.batch, task.head, SPEC), None, None, call.extras.cap
-        )
+            call.extras.inner, slope_of_head(call.extras, task.entry, call.batch, task.head, SPEC), None, None, call.extras.cap,
+            bias_of_head(call.extras, task.entry, task.head, SPEC), None, None, call.extras.bias_stride_m, call.extras.bias_stride_n,
+        )  # fmt: skip
         drawn = None
         if SPEC.dropout:
             drawn = draw_of(call, task, WARPGROUP_ID, SPEC, TILE)

@@ -187,7 +187,7 @@ def await_do(memory, turn, m0, visit, SPEC: gl.constexpr, TILE: gl.constexpr):
 @gluon.jit
 def store_p(s_NM, extras, memory, turn, m0, visit, grid, scale_log2, SPEC: gl.constexpr, TILE: gl.constexpr):
     """Probabilities of finished products, for both warpgroups."""
-    s_NM = scores(s_NM, extras, visit.n0 - m0 - visit.diagonal, SPEC, ROWS)
+    s_NM = scores(s_NM, extras, visit.n0 - m0 - visit.diagonal, None, SPEC, ROWS)
     if SPEC.ragged or SPEC.left or SPEC.right:
         if TILE.mask == ALWAYS:
             s_NM = masked(s_NM, m0, visit, grid, 0, SPEC, TILE)

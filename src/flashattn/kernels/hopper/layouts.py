@@ -31,6 +31,7 @@ class Tile(NamedTuple):
     lead: int  # loads still to come when the next tile is drawn: 2 before the last K, 1 before the last V, 0 after it
     alias: bool  # out leaves through the memory of q
     mask_loop: bool  # more than the first block of a tile may need a mask
+    bias_align: int = 1  # each row of a bias starts at a multiple of so many of its elements, which are neighbours if this is more than 1
 
 
 class BackwardTile(NamedTuple):
