@@ -76,6 +76,16 @@ def test_softmax_scales(scale, dim):
     check(dense(301, 703, heads=4, dim=dim, **BFLOAT16), "hopper", causal=True, softmax_scale=scale)
 
 
+@pytest.mark.parametrize("scale", [-0.3, 0.0])
+@pytest.mark.parametrize(
+    "rows_q, rows_k, heads_kv, mask", [(512, 512, 4, {"causal": True}), (301, 703, 2, {"causal": True}), (256, 200, 4, {})]
+)
+def test_the_sign_of_the_scale_turns_no_mask_round(rows_q, rows_k, heads_kv, mask, scale):
+    """Where scores are made ahead: with the diagonal at a corner, of grouped heads, and keys past the end. Masked before the sign, -inf
+    became inf, and -inf times a scale of 0 NaN."""
+    check(dense(rows_q, rows_k, heads=4, heads_kv=heads_kv, dim=64, **BFLOAT16), "hopper", softmax_scale=scale, **mask)
+
+
 @pytest.mark.parametrize("dim", [64, 128, 256])
 def test_keys_that_do_not_exist_overflow_nothing(dim):
     """Scores of -200 and lower: a missing key's score of 0 would have a probability of e^200. Not far lower, where roundoff grows, and of

@@ -77,8 +77,9 @@ def _tile(problem: Problem, config: HopperConfig) -> Tile:
 
 
 def _bias_align(bias) -> int:
+    """Elements that rows of a bias are aligned to, of 16 bytes: a launch that is made again knows no more of an address."""
     *steps, last = bias_strides(bias)
-    return math.gcd(16, bias.data_ptr() // bias.element_size(), *steps) if last == 1 else 1
+    return math.gcd(16 // bias.element_size(), bias.data_ptr() // bias.element_size(), *steps) if last == 1 else 1
 
 
 @lru_cache(maxsize=64)

@@ -184,8 +184,9 @@ def start(
             clear_rows(memory.do.tiles.index(slot), visit.rows_q - m0, M, DV)
             fence_async_shared()
             barrier()
-    if TILE.ahead:  # a branch is cheap while no product is in flight
-        s_NM = mask_scores(s_NM, m0, visit, grid, FIRST, WARPGROUP_ID, SPEC, TILE)
+    if TILE.ahead:  # a branch is cheap while no product is in flight; behind the sign of the scale, which turns -inf round
+        gl.static_assert(not (SPEC.softcap or SPEC.alibi), "what is masked would be capped or biased again")
+        s_NM = mask_scores(capped(s_NM, extras, SPEC, True), m0, visit, grid, FIRST, WARPGROUP_ID, SPEC, TILE)
     else:
         s_NM = warpgroup_mma(k_ND, transposed(memory.q.tiles.index(slot), M, D), zeros_NM, use_acc=False, is_async=True)
     mbarrier.wait(memory.do.full.index(slot), full)
@@ -202,7 +203,9 @@ def start(
             s_NM = warpgroup_mma_wait(1, deps=(s_NM,))
     elif not TILE.ahead:
         s_NM = warpgroup_mma_wait(0, deps=(s_NM,))
-    t_NM = capped(s_NM, extras, SPEC, True)
+    t_NM = s_NM
+    if not TILE.ahead:
+        t_NM = capped(s_NM, extras, SPEC, True)
     distance_NM = None
     if SPEC.alibi:  # of keys from queries: its sign doesn't matter
         distance_NM = distances(s_NM, visit.n0 + WARPGROUP_ID * ROWS - m0 - visit.diagonal, M)
