@@ -154,11 +154,13 @@ def variants_of(name: str, itemsize: int, dim: int, cc: int) -> list[str]:
     turn = DIMS.index(dim) + passes.index(name) + itemsize
     alone = list({"dkdv": ALONE, "tangent": STILL}.get(name, {}))
     if name in ("dbias", "shifts"):
-        return list(OF_A_BIAS) if everything or cc == 90 else [list(OF_A_BIAS)[(itemsize + dim // 64 + cc // 10) % 3]]
+        return list(OF_A_BIAS) if everything or (cc == 90 and itemsize == 2) else [list(OF_A_BIAS)[(itemsize + dim // 64 + cc // 10) % 3]]
     if name == "delta":
         return list(DELTA) if everything or cc == 80 else ["causal-ragged"]
     if everything:
         return [*VARIANTS, *UNEQUAL, *alone, *(extra for extra in EXTRAS if name != "tangent" or not EXTRAS[extra].bias)]
+    if name == "tangent":
+        return [*HARDEST, alone[turn % len(alone)]] if cc == 90 else [HARDEST[turn % 2], alone[turn % len(alone)]]
     extras = [extra for extra in EXTRAS if name != "tangent" or not EXTRAS[extra].bias]  # with a bias there is none
     extra = extras[(turn + cc // 10) % len(extras)]
     if cc == 90 and itemsize == 2:

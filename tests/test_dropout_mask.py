@@ -144,3 +144,13 @@ def test_wrong_arguments_are_named():
         dropout_mask(0.5, None, 1, 1, 2, 2)
     with pytest.raises(ValueError, match="dropout_p=2"):
         dropout_mask(2, 1, 1, 1, 2, 2)
+
+
+def test_sizes_that_are_none():
+    sizes = {"batch": 1, "heads": 2, "seqlen_q": 3, "seqlen_k": 4}
+    for name in sizes:
+        with pytest.raises(TypeError, match=f"{name} is 2.5: expected an int"):
+            dropout_mask(0.5, 1, **sizes | {name: 2.5})
+        with pytest.raises(ValueError, match=f"{name}=-1: expected 0 or more"):
+            dropout_mask(0.0, 1, **sizes | {name: -1})
+        assert dropout_mask(0.5, 1, **sizes | {name: 0}).numel() == 0

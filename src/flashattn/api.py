@@ -153,7 +153,9 @@ def attention(
             offset 0. The same seed drops the same pairs, whatever kernel, layout and dtype: :func:`dropout_mask` tells which. Default None:
             both are drawn, on the device, as a random tensor of torch is, so ``torch.manual_seed``, the saved state of activation
             checkpointing, and graphs of CUDA that are replayed each see to it that masks repeat or differ as those of torch do.
-        generator: the ``torch.Generator`` to draw them from, instead of torch's default one of the device.
+        generator: the ``torch.Generator`` to draw them from, instead of torch's default one of the device. Not under activation
+            checkpointing, which restores the default ones alone, so that a call made again would drop others: pass dropout_seed there. Nor
+            inside of ``torch.compile``, which takes no generators.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it

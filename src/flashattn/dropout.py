@@ -112,11 +112,16 @@ def dropout_mask(
         device: where to make it; default: that of a tensor dropout_seed, else the CPU.
 
     Raises:
-        ValueError, TypeError: a probability outside of 0 to 1, a seed that is none.
+        ValueError, TypeError: a probability outside of 0 to 1, a seed that is none, sizes that aren't ints of 0 or more.
 
     Source: Philox, Salmon et al. 2011 (Parallel random numbers: as easy as 1, 2, 3), section 3.3; the multipliers and shifts of mix, C.
     Wellons 2018 (hash-prospector, "lowbias32"); dropout of attention weights, Vaswani et al. 2017, section 5.4.
     """
+    for name, size in {"batch": batch, "heads": heads, "seqlen_q": seqlen_q, "seqlen_k": seqlen_k}.items():
+        if isinstance(size, bool) or not isinstance(size, int | torch.SymInt):
+            raise TypeError(f"{name} is {size!r}: expected an int")
+        if size < 0:
+            raise ValueError(f"{name}={size}: expected 0 or more")
     device = torch.device(device or (dropout_seed.device if isinstance(dropout_seed, Tensor) else "cpu"))
     if isinstance(dropout_seed, Tensor):
         dropout_seed = dropout_seed.to(device)

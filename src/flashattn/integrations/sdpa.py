@@ -135,7 +135,8 @@ def scaled_dot_product_attention(
 def routed():
     """Within it, torch.nn.functional.scaled_dot_product_attention is this module's, and torch's own for what this doesn't implement.
 
-    Gives a `Counter` of what became of the calls: {"flashattn": calls, "dropout_p=0.1": calls left to torch because of it, ...}; those
+    Derivatives can't be foreseen: the forward-mode and second ones of a call with a mask or dropout raise NotImplementedError here.
+    Gives a `Counter` of what became of the calls: {"flashattn": calls, "attn_mask of torch.int64": calls left to torch for it, ...}; those
     inside of a compiled graph are not counted. Of nested ones the inner one takes the calls. nn.MultiheadAttention goes through it in
     training mode; its fast path for inference, in C++, doesn't.
     """
