@@ -49,7 +49,7 @@ def attend(q, k, v, dout=None, dlse=None, cu=(None, None), needs=ALL, **options)
     """(out, lse, (dq, dk, dv)) of the fallback, with what it promises of shapes, dtypes and strides checked."""
     problem = problem_of(q, k, v, cu[0], **options)
     out, lse = eager.forward(problem, q, k, v, *cu)
-    *gradients, _ = eager.backward(problem, (*needs, False), dout, dlse, q, k, v, out, lse, *cu)
+    *gradients, _, _ = eager.backward(problem, (*needs, False, False), dout, dlse, q, k, v, out, lse, *cu)
     assert out.dtype == q.dtype and lse.dtype == torch.float32 and out.is_contiguous() and lse.is_contiguous()
     assert out.shape == (*q.shape[:-1], v.shape[-1]) and lse.shape == (*q.shape[:-3], q.shape[-2], q.shape[-3])
     for x, gradient, need in zip((q, k, v), gradients, needs, strict=True):
@@ -250,7 +250,7 @@ def test_a_gradient_not_asked_for_costs_no_product():
 
     def products(*needs):
         with Watch() as watch:
-            eager.backward(problem, (*needs, False), dout, dlse, q, k, v, out, lse, None, None)
+            eager.backward(problem, (*needs, False, False), dout, dlse, q, k, v, out, lse, None, None)
         return watch.products
 
     # scores; dv | scores, dp; dq | scores, dp; dk | scores, dp; dq, dk, dv
