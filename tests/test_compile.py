@@ -85,6 +85,9 @@ ALL = {**VARIANTS, **UNEQUAL, **ALONE, **STILL, **EXTRAS, **OF_A_BIAS, **DELTA}
 HARDEST = ("causal-ragged", "packed-window")
 # Where Triton 3.6 or 3.9 spills so many bytes at most, and none without what these variants add
 SPILLS = {
+    ("forward", 2, 128, 80, "bias"): 224,
+    ("dkdv", 2, 64, 100, "bias"): 8,
+    ("dbias", 4, 256, 100, "bias"): 16,
     ("forward", 2, 64, 100, "all-packed"): 4,
     ("dkdv", 2, 128, 100, "all-packed"): 4,
     ("dq", 4, 128, 100, "softcap"): 8,
