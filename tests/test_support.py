@@ -210,7 +210,7 @@ def test_what_is_checked_with_portable_is_checked_with_hopper_too(monkeypatch, c
     monkeypatch.setattr(support, "run", stand_in)
     monkeypatch.setattr(support, "explain", choice)
     check(data, "portable", lse_grad=False, **options)
-    assert ran.pop("portable") == {**options, "grads": "qkvs", "lse_grad": False}
+    assert ran.pop("portable") == {**options, "grads": "qkvsb", "lse_grad": False}
     assert ran == ({"hopper": {**options, "grads": ""}} if chosen == "hopper" else {})
     wrong.append("hopper")
     with pytest.raises(AssertionError, match="out: max error") if chosen == "hopper" else nullcontext():
@@ -223,7 +223,7 @@ def test_what_is_checked_with_portable_is_checked_with_hopper_too(monkeypatch, c
 def test_only_the_gradients_asked_for():
     results = run(dense(4, 4, dim=8, dtype=torch.float32), "eager", grads="v")
     assert results.dq is None and results.dk is None and results.dv is not None
-    assert run(dense(4, 4, dim=8, dtype=torch.float32), "eager", grads="")[2:] == (None, None, None, None)
+    assert run(dense(4, 4, dim=8, dtype=torch.float32), "eager", grads="")[2:] == (None,) * 5
 
 
 # ------------------------------------------------------------------------------------------------------------------------ poison
