@@ -260,7 +260,7 @@ def test_only_the_gradients_asked_for(impl, device, grads, kind):
     extras, options = VARIANTS["all"]
     data = sized(impl, device, kind, extras, **rows)
     results = check(data, impl, grads=grads, causal=True, **options)
-    assert [x is not None for x in results[2:]] == [name in grads for name in "qkvs"]
+    assert [x is not None for x in results[2:]] == [name in grads for name in "qkvsb"]
 
 
 @pytest.mark.parametrize("lse_grad", [True, False])
