@@ -11,7 +11,7 @@ from functools import lru_cache, partial
 
 import torch
 
-from ..dispatch.configs.hopper import BRANCH, FIRST, LARGE_GROUP, HopperBackwardConfig
+from ..dispatch.configs.hopper import BRANCH, LARGE_GROUP, ONCE, HopperBackwardConfig
 from ..dispatch.table import hopper_backward_row, hopper_padded
 from ..kernels.hopper.backward import attn_bwd_hopper
 from ..kernels.hopper.layouts import BackwardTile
@@ -45,7 +45,7 @@ def _mask(problem: Problem, config: HopperBackwardConfig, delayed: bool) -> int:
     """Of no use where nothing is masked. A first step of its own is one of a delayed walk."""
     if not problem.varlen and (problem.window_left, problem.window_right) == (None, None) and problem.seqlen_k % config.block_n == 0:
         return 0
-    return BRANCH if config.mask == FIRST and not delayed else config.mask
+    return BRANCH if config.mask == ONCE and not delayed else config.mask
 
 
 def _downwards(problem: Problem, config: HopperBackwardConfig) -> bool:

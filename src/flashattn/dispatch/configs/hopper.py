@@ -86,7 +86,7 @@ class HopperBackwardConfig(NamedTuple):
 LONG = 4096
 LARGE_GROUP = 8
 CORNER = 128  # keys of a tile, and queries of a block where there is a row for "diagonal"
-BRANCH, FIRST = 2, 3  # of `mask`
+BRANCH, ONCE = 2, 3  # of `mask`, as kernels/hopper/gradient.py names them
 
 ROWS = {
     # 1.06 / 1.17 / 1.21; pinned 1.06 / 1.11 / 1.20, lazy 1.05 / 1.10 / 1.17, tickets 1.04 / 1.14 / 1.20

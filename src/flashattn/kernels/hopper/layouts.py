@@ -50,7 +50,7 @@ class BackwardTile(NamedTuple):
     fours: bool  # lse and delta lie in the order in which a thread reads four at once
     init: bool  # dP starts from -delta, which then needs no registers
     writers: bool  # two warps of their own send dQ away, as they always do if `wide`; otherwise the warpgroups do
-    mask: int  # 0, or ALWAYS or BRANCH of gradient.py
+    mask: int  # 0, or ALWAYS, BRANCH or ONCE of gradient.py
     ordered: bool  # dQ is summed in the order of the keys
     wide: bool = False  # for head dims above 128: see gradient_wide.py
     own: bool = False  # then a warpgroup multiplies the p or ds that it made from its registers
