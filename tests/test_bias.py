@@ -15,6 +15,8 @@ from flashattn.reference import attention_reference
 from support import WHERE, WHERE_DTYPE, check, dense, expect, run, same_bits, with_extras
 from test_variants import EAGER, GPU, HALF, INTERPRETER
 
+pytestmark = pytest.mark.thinned
+
 SIZES = {
     EAGER: {"seqlen_q": 43, "seqlen_k": 77, "batch": 2, "heads": 6, "heads_kv": 2, "dim": 24},
     INTERPRETER: {"seqlen_q": 7, "seqlen_k": 21, "batch": 2, "heads": 2, "heads_kv": 1, "dim": 8},

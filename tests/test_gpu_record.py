@@ -297,6 +297,27 @@ def test_big_tests_are_left_out_or_chosen(tmp_path):
     assert [len(collected(tmp_path, "--no-big", f"--shard={i}/2")[0]) for i in (1, 2)] == [5, 5]
 
 
+def test_half_of_what_the_interpreter_takes_long_for_is_left_out(tmp_path, monkeypatch):
+    planted(tmp_path, """
+import pytest
+
+pytestmark = pytest.mark.thinned
+
+@pytest.mark.parametrize("i", range(40))
+@pytest.mark.parametrize("where", ["cpu", pytest.param("interpreter", marks=pytest.mark.interpret)])
+def test_many(where, i): pass
+
+@pytest.mark.interpret
+def test_one(): pass
+""", "test_y.py")  # fmt: skip
+    left = collected(tmp_path)[0]
+    interpreted = [name for name in left if "interpreter" in name]
+    assert sum("cpu" in name for name in left) == 40 and "test_one" in left
+    assert 10 <= len(interpreted) <= 30 and "test_many[interpreter-0]" in interpreted
+    monkeypatch.setenv("FLASHATTN_INTERPRET_ALL", "1")
+    assert len(collected(tmp_path)[0]) == len(left) + 40 - len(interpreted)
+
+
 def test_the_conftest_shards_and_takes_a_big_test_for_a_gpu_test(tmp_path):
     assert collected(tmp_path, "-m", "gpu", "--shard=1/1", plugin="conftest")[0] == ["test_b"]
 

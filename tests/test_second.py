@@ -21,6 +21,8 @@ from tangents import NAMES, _magnitude, attend, tangents_of
 from test_tangents import Asked, small
 from test_variants import EAGER, MASKS, VARIANTS, sized, some
 
+pytestmark = pytest.mark.thinned
+
 SUBSETS = ["".join(names) for n in range(1, 4) for names in combinations("qkvs", n)]
 
 
