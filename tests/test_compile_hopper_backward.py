@@ -37,7 +37,7 @@ def runs(head_dim: int, head_dim_v: int, variant: str) -> bool:
     if (head_dim, head_dim_v) not in EXTRA_DIMS.get(variant, DIMS):
         return False
     problem = problem_of(head_dim, head_dim_v, variant)
-    return not (problem.softcap or problem.dropout) or max(head_dim, head_dim_v) <= 128
+    return not problem.bias and (not (problem.softcap or problem.dropout) or max(head_dim, head_dim_v) <= 128)
 
 
 def jobs() -> list[Job]:

@@ -158,5 +158,6 @@ def test_the_gradient_of_sinks_where_nothing_is_launched(batch, rows, keys, dlse
     q, k = (torch.zeros(batch, n, 3, 8, dtype=torch.float16) for n in (rows, keys))
     lse, sinks = torch.zeros(batch, 3, rows), torch.zeros(3)
     problem = Problem("float16", batch, rows, keys, 3, 3, 8, 8, 0.1, sinks=True)
-    *_, dsinks = backward(problem, (True,) * 4, None, torch.ones_like(lse) if dlse else None, q, k, k, q, lse, sinks=sinks)
+    *_, dsinks, dbias = backward(problem, (True,) * 4, None, torch.ones_like(lse) if dlse else None, q, k, k, q, lse, sinks=sinks)
     assert torch.equal(dsinks, torch.full((batch, 3), float(rows if dlse and not keys else 0)))
+    assert dbias is None

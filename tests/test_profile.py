@@ -133,10 +133,10 @@ def wiring() -> dict[str, str]:
     from flashattn.kernels.hopper import passes
     from flashattn.kernels.hopper.backward import attn_bwd_hopper
     from flashattn.kernels.hopper.forward import attn_fwd_hopper
-    from flashattn.kernels.portable import backward, forward
+    from flashattn.kernels.portable import backward, forward, tangent
 
     hopper = (attn_fwd_hopper, attn_bwd_hopper, passes.attn_bwd_hopper_before, passes.attn_bwd_hopper_after)
-    kernels = (*hopper, forward.attn_fwd, backward.attn_bwd_delta, backward.attn_bwd_dkdv, backward.attn_bwd_dq)
+    kernels = (*hopper, forward.attn_fwd, tangent.attn_jvp, backward.attn_bwd_delta, backward.attn_bwd_dkdv, backward.attn_bwd_dq)
     return {kernel.fn.__name__: f"{kernel.launch_metadata.__module__}.{kernel.launch_metadata.__name__}" for kernel in kernels}
 
 
