@@ -8,18 +8,16 @@ never compile, so the work is done in spawned processes that drop the variable b
 not import Triton, nor anything that does, when it is loaded.
 """
 
-import inspect
 import os
 import re
-import subprocess
-import tempfile
 import time
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from importlib import import_module
+from io import StringIO
 from multiprocessing import get_context
-from pathlib import Path
 
 # Most shared memory that one block may have, in bytes (CUDA C++ Programming Guide, table of compute capabilities).
 SHARED_MEMORY = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024}
@@ -88,13 +86,15 @@ def compile_here(job: Job) -> Compiled:
     if triton.knobs.runtime.interpret:
         raise RuntimeError("TRITON_INTERPRET is set: this process can only interpret; compile through a CompilePool")
     triton.runtime.driver.set_active(_driver(job.cc))
+    triton.knobs.compilation.always_compile = True  # what comes out of the disk cache has no log
+    triton.knobs.nvidia.dump_ptxas_log = True
     kernel, args, options = _built(job)
     started = time.perf_counter()
-    compiled = kernel.warmup(*args, grid=(1,), **options)
+    with redirect_stdout(StringIO()) as log:
+        compiled = kernel.warmup(*args, grid=(1,), **options)
     seconds = time.perf_counter() - started
-    registers, stack = _resources(compiled.asm["cubin"])
+    registers, stack, stores, loads, warnings = _resources(log.getvalue())
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
-    stores, loads, warnings = _assembled(ptx, job.cc, metadata) if stack or "wgmma" in ptx else (0, 0, ())
     barriers = frozenset(map(int, re.findall(r"bar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red)\S*\s+(\d+)", ptx)))
     tensor_memory = getattr(metadata, "tmem_size", None) or 0
     return Compiled(
@@ -165,40 +165,15 @@ def _driver(cc: int, device: int | None = None):
     return TargetOnly()
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
-    """(registers, stack bytes) of the most demanding function in the cubin."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        text = subprocess.run([tool, "--dump-resource-usage", path], capture_output=True, text=True, check=True).stdout
-    found = re.findall(r"REG:(\d+) STACK:(\d+)", text)
-    if not found:
-        raise RuntimeError(f"no resource usage in what cuobjdump printed: {text!r}")
-    return max(int(registers) for registers, _ in found), max(int(stack) for _, stack in found)
-
-
-def _assembled(ptx: str, cc: int, metadata) -> tuple[int, int, tuple[str, ...]]:
-    """(bytes of spill stores, of spill loads, warnings), by assembling the PTX once more with ptxas -v: only worth it when there is a
-    stack, or wgmma.
-    """
-    from triton.backends.nvidia.compiler import CUDABackend, get_ptxas
-
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.ptx")
-        path.write_text(ptx)
-        arch = f"sm_{cc}a" if cc >= 90 else f"sm_{cc}"
-        fused = [] if metadata.enable_fp_fusion else ["--fmad=false"]
-        # Triton 3.9 asks for it, and it decides about spills
-        allocation = re.findall(r"--regAllocOptLevel=\d", inspect.getsource(CUDABackend.make_cubin))
-        options = ["-v", "-lineinfo", *fused, *allocation, f"--gpu-name={arch}"]
-        command = [get_ptxas(cc).path, *options, path, "-o", Path(folder, "kernel.cubin")]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    stores, loads = (re.findall(rf"(\d+) bytes spill {kind}", text) for kind in ("stores", "loads"))
-    warnings = sorted({line.strip() for line in text.splitlines() if re.search(r"\bC75\d\d\b", line)})
-    return max(map(int, stores), default=0), max(map(int, loads), default=0), tuple(warnings)
+def _resources(log: str) -> tuple[int, int, int, int, tuple[str, ...]]:
+    """(registers, stack, spill stores, spill loads, warnings of wgmma) from what ptxas -v said: of the most demanding function in it."""
+    registers = re.findall(r"Used (\d+) registers", log)
+    if not registers:
+        raise RuntimeError(f"no resource usage in what ptxas printed: {log!r}")
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    stack, stores, loads = (max(map(int, sizes)) for sizes in zip(*frames, strict=True))
+    warnings = sorted({line.strip() for line in log.splitlines() if re.search(r"\bC75\d\d\b", line)})
+    return max(map(int, registers)), stack, stores, loads, tuple(warnings)
 
 
 def _start_worker():

@@ -12,7 +12,7 @@ from aot import Job
 from flashattn.dispatch.configs import hopper
 from flashattn.dispatch.table import hopper_rows
 from flashattn.problem import Problem
-from test_compile import CHOSEN_UNDER, TRITON
+from test_compile import CHOSEN_UNDER, TRITON, shared_out
 
 pytestmark = pytest.mark.compile_only
 OURS = set(range(5, 16))  # hardware barriers of kernels/hopper/channel.py
@@ -71,7 +71,11 @@ def build(head_dim: int, head_dim_v: int, variant: str):
 def jobs() -> list[Job]:
     wanted = [(*dims, variant) for dims in DIMS for variant in VARIANTS if dims in EXTRA_DIMS.get(variant, DIMS)]
     wanted += [(*dims, variant) for dims in OTHERS for variant in ("causal-ragged", "packed-window")]
-    return [Job("test_compile_hopper.build", args, 90) for args in wanted]
+    return shared_out([Job("test_compile_hopper.build", args, 90) for args in wanted], row_of)
+
+
+def row_of(job: Job):
+    return hopper_rows(problem_of(*job.args))["forward"]
 
 
 # Bytes that may be spilled, of what a warpgroup needs at the ends of a tile, not in its loop. Three warpgroups have 160 registers each, and
@@ -98,5 +102,5 @@ def test_a_shipped_row_compiles_fits_and_spills_nothing(job, compiled):
 
 
 def test_every_row_is_compiled():
-    taken = {hopper_rows(problem_of(*job.args))["forward"] for job in jobs()}
+    taken = {row_of(job) for job in jobs()}
     assert {row for key, row in hopper.ROWS.items() if key[0] == "forward"} <= taken

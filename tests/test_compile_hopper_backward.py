@@ -13,7 +13,7 @@ import pytest
 from aot import Job
 from flashattn.dispatch.configs import hopper
 from flashattn.dispatch.table import hopper_backward_row
-from test_compile import CHOSEN_UNDER, TRITON
+from test_compile import CHOSEN_UNDER, TRITON, shared_out
 from test_compile_hopper import EXTRA_DIMS, EXTRAS, OF_BACKWARD, VARIANTS, problem_of
 
 pytestmark = pytest.mark.compile_only
@@ -47,7 +47,11 @@ def jobs() -> list[Job]:
     wanted += [(*dims, variant, "qkv", False) for dims in DIMS[:2] for variant in OF_BACKWARD]
     wanted += [(64, 64, "ragged-negative", "qkv", False)]  # masked behind the sign, where scores are made ahead
     wanted += [(*dims, variant, "qkv", False) for dims in OTHERS for variant in ("causal-ragged", "packed-window")]
-    return [Job("test_compile_hopper_backward.build", args, 90) for args in wanted]
+    return shared_out([Job("test_compile_hopper_backward.build", args, 90) for args in wanted], row_of)
+
+
+def row_of(job: Job) -> int:
+    return id(hopper_backward_row(problem_of(*job.args[:3])))
 
 
 def passes() -> list[Job]:
@@ -75,5 +79,5 @@ def test_a_pass_compiles(job, compiled):
 
 
 def test_every_row_is_compiled():
-    taken = {id(hopper_backward_row(problem_of(*job.args[:3]))) for job in jobs()}
+    taken = {row_of(job) for job in jobs()}
     assert {id(row) for key, row in hopper.ROWS.items() if key[0] == "backward"} <= taken
