@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from aot import CompilePool, Job
+from interpreter import replace_once
 from poison import poison
 from shards import pytest_addoption, pytest_collection_modifyitems, pytest_runtest_setup  # noqa: F401  (hooks)
 
@@ -39,6 +40,8 @@ hypothesis.settings.load_profile("flashattn")
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "no_poison: leaves the library's allocations as they are")
+    if INTERPRET and TRITON:
+        replace_once()
 
 
 def pytest_report_header(config):
