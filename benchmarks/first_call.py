@@ -2,8 +2,9 @@
 
 Each number is of a process of its own, which has touched the device and imported torch and the library before the clock starts. Cold:
 with an empty cache directory of Triton; warm: with what that process left there; together: of 16 processes that share an empty one.
+Triton's import, which the first call brings along where nothing else has, is a number of its own and part of none of the others.
 
-Surprising fact: the warm time is mostly Triton's import. Nothing is compiled then, and nothing is when the library is imported.
+Surprising fact: of a warm first call it is the larger part. Nothing is compiled then, and nothing is when the library is imported.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import torch
 
 from benchmarks import report
 
+NAMES = ("triton", "forward", "backward")
 FIRST_CALL = """
 import sys, time, torch
 from flashattn import attention
@@ -29,12 +31,14 @@ q = torch.randn(1, 512, 4, 64, device=device, dtype=dtype, requires_grad=True)
 wait = torch.cuda.synchronize if device == "cuda" else lambda: None
 wait()
 start = time.perf_counter()
+import triton, triton.language
+imported = time.perf_counter()
 out = attention(q, q, q, causal=True, impl=impl)
 wait()
 forward = time.perf_counter()
 out.sum().backward()
 wait()
-print(forward - start, time.perf_counter() - forward)
+print(imported - start, forward - imported, time.perf_counter() - forward)
 """
 
 
@@ -44,10 +48,10 @@ def start(cache: str, device: str, impl: str) -> subprocess.Popen:
     return subprocess.Popen([sys.executable, "-c", FIRST_CALL, device, impl], env=environment, stdout=subprocess.PIPE, text=True)
 
 
-def seconds(worker: subprocess.Popen) -> tuple[float, float] | None:
-    """(forward, backward) of a worker; None if it failed."""
+def seconds(worker: subprocess.Popen) -> dict[str, float] | None:
+    """Of a worker by NAMES; None if it failed."""
     said = worker.communicate()[0]
-    return None if worker.returncode else tuple(map(float, said.split()))
+    return None if worker.returncode else dict(zip(NAMES, map(float, said.split()), strict=True))
 
 
 def measure(impl: str, device: str, together: int) -> list[dict]:
@@ -58,7 +62,7 @@ def measure(impl: str, device: str, together: int) -> list[dict]:
     rows = []
     for state, times in found:
         done = [time for time in times if time is not None]
-        slowest = {"forward": max(t[0] for t in done), "backward": max(t[1] for t in done)} if done else {"forward": None, "backward": None}
+        slowest = {name: max((time[name] for time in done), default=None) for name in NAMES}
         rows.append({"impl": impl, "state": state, "processes": len(times), "failed": len(times) - len(done), **slowest})
     return rows
 
@@ -80,9 +84,9 @@ def main(argv: list[str] | None = None) -> int:
     path = args.json or report.result_path(device, "first_call")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-    shown = [["-" if row[name] is None else f"{row[name]:.2f}" for name in ("forward", "backward")] for row in rows]
+    shown = [["-" if row[name] is None else f"{row[name]:.2f}" for name in NAMES] for row in rows]
     lines = [[row["impl"], row["state"], *times, str(row["failed"])] for row, times in zip(rows, shown, strict=True)]
-    report.print_table(["impl", "cache", "forward s", "backward s", "failed"], lines, "The slowest first call, causal, D 64")
+    report.print_table(["impl", "cache", *(f"{name} s" for name in NAMES), "failed"], lines, "The slowest first call, causal, D 64")
     return int(any(row["failed"] for row in rows))
 
 
