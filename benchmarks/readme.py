@@ -33,6 +33,18 @@ DRAM = f"dram-{dram.PUBLISHED['workload']}"
 SPEEDS = ("fa3", "llama3", "models", "packed", "varlen", "short", "dims")  # suites, a table each; those that nobody measured are left out
 WIDTH = 140  # of a line of prose
 TRAINED = {"flashattn": "flashattn", "SDPA flash": "sdpa-flash", "SDPA as torch chooses": "sdpa"}  # name: end of the file's name
+# TFLOP/s that Shah et al. 2024 (FlashAttention-3, figures 5 and 6) print above their bars at these lengths: H100 80GB SXM5, fp16, the
+# same tokens and heads. Head dim 64 under a causal mask, and masked backwards, are left out.
+PAPER_LENGTHS = (1024, 2048, 4096, 8192, 16384)
+PAPER = {
+    (64, False, "fwd"): (392, 460, 476, 496, 497),
+    (128, False, "fwd"): (565, 625, 638, 646, 648),
+    (128, True, "fwd"): (423, 521, 579, 602, 616),
+    (256, False, "fwd"): (639, 707, 736, 746, 756),
+    (256, True, "fwd"): (427, 537, 612, 628, 642),
+    (64, False, "bwd"): (363, 422, 453, 472, 474),
+    (128, False, "bwd"): (424, 501, 542, 559, 561),
+}
 HOW = (
     "TFLOP/s of our kernels (a backward is counted as 2.5 forwards where the head dims are equal), and how many times as fast as a peer "
     "that is. All providers are interleaved in one run after passing the fp64 gate; compare numbers of one line only, clocks move with "
@@ -97,6 +109,26 @@ def table(measured: dict[tuple[str, str], dict[str, dict]], peers: list[str]) ->
             line += [f"{cell['ours']['tflops']:.0f}" if cell else "-", *("-" if r is None else f"{r:.2f}" for r in ratios)]
         lines.append(line)
     return [f"| {' | '.join(line)} |".replace("|  |", "| |") for line in lines]
+
+
+def beside_the_paper(data: dict, measured: dict[tuple[str, str], dict[str, dict]]) -> str:
+    """What FlashAttention-3's authors published, and what it and we reach here: two GPUs, so no ratio."""
+    lengths = [length for length in PAPER_LENGTHS if any(f"-s{length}" in workload for workload, _ in measured)]
+    if not lengths:
+        return ""
+    header = ["TFLOP/s", "S", "FA3, published (H100)", *(f"{name}, {data['gpu'].rpartition(' ')[2]}" for name in ("FA3", "flashattn"))]
+    lines = [header, ["---"] * len(header)]
+    for (dim, causal, direction), numbers in PAPER.items():
+        here = [measured.get((f"fa3-d{dim}-s{length}{'-causal' * causal}", direction), {}) for length in lengths]
+        told = {"fwd": "forward", "bwd": "backward"}[direction] + f", D {dim}" + ", causal" * causal
+        found = [[f"{cell[name]['tflops']:.0f}" if name in cell else "-" for cell in here] for name in ("fa3", "ours")]
+        published = [str(numbers[PAPER_LENGTHS.index(length)]) for length in lengths]
+        lines.append([told, *(", ".join(column) for column in ([str(length) for length in lengths], published, *found))])
+    said = (
+        "Beside what was published of FlashAttention-3 (Shah et al. 2024, figures 5 and 6: H100 80GB SXM5, fp16, a GPU with the same peak, "
+        "less and slower memory and its own clocks):"
+    )
+    return "\n\n".join([wrapped(said), "\n".join(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def span(values: list[float], digits: int) -> str:
@@ -218,6 +250,8 @@ def section(results: Path = RESULTS) -> str:
         measured = cells(data)
         peers = [peer for peer in PEERS if any(peer in cell for cell in measured.values())]
         parts += [wrapped(caption(data, measured)), "\n".join(table(measured, peers)), wrapped(summary(measured, peers))]
+        if data["suite"] == "fa3" and (beside := beside_the_paper(data, measured)):
+            parts.append(beside)
         commands += [run["command"] for run in data["runs"]]
     sentences = []
     for suite, sentence in (("host_overhead", host_time), ("memory", memory), ("memory-paper", paper_memory), (DRAM, paper_dram)):

@@ -172,6 +172,15 @@ def test_the_table_has_our_fastest_and_a_dash_where_nothing_was_measured(tmp_pat
     assert max(map(len, text.splitlines())) <= 140
 
 
+def test_what_was_published_stands_beside_what_was_measured(tmp_path):
+    rows = [speed_row("fa3-d128-s4096", "fwd", "flashattn-hopper", 2.0, 700), speed_row("fa3-d128-s16384", "bwd", "fa3", 2.0, 650),
+            speed_row("fa3-d128-s16384", "bwd", "flashattn-hopper", 2.0, 640)]  # fmt: skip
+    text = readme.section(results(tmp_path, rows))
+    assert "| forward, D 128 | 4096, 16384 | 638, 648 | -, - | 700, - |\n" in text
+    assert "| backward, D 128 | 4096, 16384 | 542, 561 | -, 650 | -, 640 |\n" in text
+    assert "published" not in readme.section(results(tmp_path, ROWS))
+
+
 def test_other_suites_get_tables_of_their_own(tmp_path):
     rows = [speed_row(name, "fwd", provider, ms, 1) for name in ("packed-16k", "packed-16k-llama3-8b-mixed")
             for provider, ms in (("flashattn-portable", 2.0), ("torch-varlen", 3.0))]  # fmt: skip
