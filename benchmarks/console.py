@@ -1,7 +1,8 @@
 """The commands that a document shows, run again: `python -m benchmarks.console docs/roofline.md` writes what they print under them.
 
-A block that is fenced ```console has lines "$ command", each with its output below; only the commands of COMMANDS are run, and in this
-process. `--check` writes nothing and says whether a document is out of date, and tests/test_docs.py does the same.
+A block that is fenced ```console has lines "$ command", each with its output below. What a command prints in Markdown stands between
+<!-- $ command --> and <!-- end -->. Only the commands of COMMANDS are run, and in this process. `--check` writes nothing and says whether a
+document is out of date, and tests/test_docs.py does the same.
 
 Surprising fact: a document whose output was typed is right once. This one is right as long as its test passes.
 """
@@ -18,13 +19,16 @@ from pathlib import Path
 from unittest import mock
 
 from benchmarks import plot
+from flashattn import commands
 from flashattn.roofline import cli
 
 COMMANDS: dict[str, Callable[[list[str]], int]] = {
+    "python -m flashattn": commands.main,
     "python -m flashattn.roofline": cli.main,
     "python -m benchmarks.plot": plot.main,
 }
 BLOCK = re.compile(r"^```console\n(.*?)^```[ ]*$", re.MULTILINE | re.DOTALL)
+MARKDOWN = re.compile(r"^<!-- \$ (.*?) -->\n.*?^<!-- end -->$", re.MULTILINE | re.DOTALL)
 
 
 def output(command: str) -> str:
@@ -32,7 +36,8 @@ def output(command: str) -> str:
     for start, run in COMMANDS.items():
         if command == start or command.startswith(start + " "):
             printed = io.StringIO()
-            plain = mock.patch.dict(os.environ, {"NO_COLOR": "1", "TTY_COMPATIBLE": "0"})  # a document has no colours, whoever wants some
+            # a document is as wide everywhere, and has no colours, whoever wants some
+            plain = mock.patch.dict(os.environ, {"NO_COLOR": "1", "TTY_COMPATIBLE": "0", "COLUMNS": "120"})
             with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed), plain:
                 os.environ.pop("FORCE_COLOR", None)
                 run(shlex.split(command[len(start) :]))
@@ -48,7 +53,8 @@ def replaced(text: str) -> str:
         commands = [line[2:] for line in match[1].splitlines() if line.startswith("$ ")]
         return "```console\n" + "\n".join(f"$ {command}\n{output(command)}" for command in commands) + "```"
 
-    return BLOCK.sub(again, text)
+    text = BLOCK.sub(again, text)
+    return MARKDOWN.sub(lambda match: f"<!-- $ {match[1]} -->\n\n{output(match[1])}\n<!-- end -->", text)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""The table of kernels and the choice from it, for GPUs that nobody here owns: all of it is a function of a `Problem`. What rules say is read
+"""The table of kernels and the choice from it, for GPUs that nobody here owns: all of it is a function of a `Problem`. Its rules are read
 in test_rules.py.
 
 Over 300 lines: the machines, their table and their faults are one subject.

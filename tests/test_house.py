@@ -53,7 +53,7 @@ ARROWS = {
     "flashattn.integrations": ({"api"}, {"torch"}),
     "flashattn.ahead": ({"api"}, {"torch"}),
     "flashattn.info": ({"api", "problem", "dispatch"}, {"torch"}),
-    "flashattn.commands": ({"ahead", "info", "roofline.cli", "roofline.report"}, set()),
+    "flashattn.commands": ({"ahead", "dispatch", "info", "roofline.cli", "roofline.report"}, set()),
     "flashattn.__main__": ({"commands"}, set()),
     "flashattn": ({"ahead", "api", "dropout", "merge", "reference"}, set()),
 }

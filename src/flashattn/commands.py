@@ -1,5 +1,5 @@
-"""`python -m flashattn info` and `python -m flashattn warmup`: options in, tables or JSON out. What is wrong ends in one line on stderr and
-exit code 2; a warmup of which calls failed ends with 1.
+"""`python -m flashattn info`, `support` and `warmup`: options in, tables or JSON out. What is wrong ends in one line on stderr and exit
+code 2; a warmup of which calls failed ends with 1.
 
 Surprising fact: an answer of many columns is no use in a mail to somebody who helps. `info` says why a kernel can't run in sentences.
 """
@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import ahead
+from .dispatch import support
 from .info import info
 from .roofline.cli import numbers, show
 from .roofline.report import Answer, Table, units
@@ -48,6 +49,12 @@ def told(found: dict) -> Answer:
 def info_command(as_json: bool) -> None:
     """Versions, GPUs, the kernels that can run here and why the others can't."""
     show(told(info()), as_json)
+
+
+@cli.command("support")
+def support_command() -> None:
+    """Which kernel runs which feature, on which GPU, and why another can't: a table in Markdown."""
+    click.echo(support.table(), nl=False)
 
 
 def pairs(text: str) -> list[int | tuple[int, int]]:
