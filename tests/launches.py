@@ -44,6 +44,7 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     rows = (problem.heads_q, problem.total_q) if problem.varlen else (problem.batch, problem.heads_q, problem.seqlen_q)
     lse = delta = torch.empty(rows, dtype=torch.float32, device="meta")
     cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
+    cu = (None, torch.empty(problem.batch, dtype=torch.int32, device="meta")) if problem.used_k else cu
     slopes, sinks, bias = extras_of(problem)
     if name == "forward":
         kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks, bias, rng_of(problem))

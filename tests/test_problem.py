@@ -71,9 +71,9 @@ def test_causal_is_a_window(causal, window, canonical):
 
 @given(LENGTHS, LENGTHS, LIMITS, LIMITS, st.booleans(), st.integers(0, 5), st.integers(0, 5))
 def test_limits_out_of_reach_are_dropped_without_changing_the_mask(rows_q, rows_k, left, right, top_left, more_q, more_k):
-    reachable = reachable_window(left, right, top_left, rows_q + more_q, rows_k + more_k, varlen=True)
+    reachable = reachable_window(left, right, top_left, rows_q + more_q, rows_k + more_k, bounds=True)
     assert kept(rows_q, rows_k, *reachable) == kept(rows_q, rows_k, left, right, top_left)
-    exact = reachable_window(left, right, top_left, rows_q, rows_k, varlen=False)
+    exact = reachable_window(left, right, top_left, rows_q, rows_k, bounds=False)
     assert kept(rows_q, rows_k, *exact) == kept(rows_q, rows_k, left, right, top_left)
     for name, limit in zip(("left", "right"), exact, strict=False):
         alone = {"left": None, "right": None, name: limit}

@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 def call(
     dtype="bfloat16", batch=2, rows=(128, 256), heads=(4, 2), dims=(64, 64), sequences=0, row=1, device="cuda", alibi=False, sinks=False,
-    bias=False, **options,
+    bias=False, used=False, **options,
 ):  # fmt: skip
     """`explain` of fake tensors of these sizes, packed if there are sequences. row: what a row takes at least, in memory."""
     shapes = [(rows[0], heads[0], dims[0]), (rows[1], heads[1], dims[0]), (rows[1], heads[1], dims[1])]
@@ -50,6 +50,7 @@ def call(
         cu = [torch.empty(sequences + 1, dtype=torch.int32, device=device)] * 2 if sequences else []
         options |= {"alibi_slopes": torch.empty(heads[0], device=device)} if alibi else {}
         options |= {"bias": torch.empty(1, 1, *rows, device=device)} if bias else {}
+        options |= {"seqlens_k": torch.empty(batch, dtype=torch.int32, device=device)} if used else {}
         return explain(q, k, v, *cu, **options)
 
 
@@ -71,6 +72,9 @@ CASES = {
         "portable", {"device": "meta"}, {"device": "cuda"}, "Triton kernels are launched on CUDA devices, not on 'meta'",
     ),
     "portable on an old GPU": Case("portable", {"capability": T4}, {"capability": (8, 0)}, "compute capability 7.5: tested from 8.0 on"),
+    "portable lengths of keys beside a bias": Case(
+        "portable", {"used": True, "bias": True}, {"bias": False}, "lengths of keys (seqlens_k) beside a bias", BACKWARD,
+    ),
     "portable with a window over too many rows": Case(
         "portable", {"rows": (1, (1 << 30) + 1), "window": (5, None)}, {"rows": (1, 1 << 30)}, "a window over more than 1073741824 rows",
     ),
@@ -83,6 +87,7 @@ CASES = {
     "hopper on a B200": Case("hopper", {"capability": (10, 0)}, {"capability": H100}, "and this is one of 10.0"),
     "hopper on a CPU": Case("hopper", {"device": "cpu"}, {"device": "cuda"}, "capability 9.0 (H100, H200), and this is 'cpu'"),
     "hopper float32": Case("hopper", {"dtype": "float32"}, {"dtype": "float16"}, "dtype float32: multiplies float16 and bfloat16"),
+    "hopper lengths of keys": Case("hopper", {"used": True}, {"used": False}, "lengths of keys (seqlens_k): every batch entry has all"),
     "hopper ALiBi beside a top-left diagonal": Case(
         "hopper", {"alibi": True, "causal": "top-left"}, {"causal": True}, "ALiBi beside a top-left diagonal: it counts both from one",
     ),

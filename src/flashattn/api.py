@@ -15,6 +15,7 @@ from .checks import (
     check_layout,
     check_options,
     check_seed,
+    check_seqlens_k,
     check_sinks,
     check_slopes,
     check_softcap,
@@ -84,6 +85,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
+    seqlens_k: torch.Tensor | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
     deterministic: bool = False,
@@ -156,6 +158,11 @@ def attention(
         generator: the ``torch.Generator`` to draw them from, instead of torch's default one of the device. Not under activation
             checkpointing, which restores the default ones alone, so that a call made again would drop others: pass dropout_seed there. Nor
             inside of ``torch.compile``, which takes no generators.
+        seqlens_k: int32 ``[batch]`` on q's device, or None: how many keys each batch entry has, from the first on, 0 to seqlen_k; padding
+            that is not read. As if the others weren't there: NaN in them changes nothing, their gradients are 0, and the bottom-right
+            corner, for ``causal``, a window and ALiBi, is that of the keys there are. So ``causal=True`` is for a few new queries against a
+            cache, and ``"top-left"`` for queries that are padded on the right as keys are. Nothing waits for the values. Not for
+            ``"hopper"``; nor the backward of ``"portable"`` beside a bias. Padding on the left is for :func:`attention_varlen`.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it
@@ -171,7 +178,9 @@ def attention(
         lse -inf or the sink of its head, gradients 0 (that of lse goes to the sink).
 
     Raises:
-        ValueError: shapes, devices or option values that don't fit together. TypeError: dtypes, non-tensors.
+        ValueError: shapes, devices or option values that don't fit together; on the CPU, and on a GPU when ``FLASHATTN_CHECK=1`` is set
+            (that synchronises), values of seqlens_k outside of 0 to seqlen_k, which else are taken for the nearest of these.
+        TypeError: dtypes, non-tensors.
         NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; dropout of a DTensor; ``impl`` names a kernel that
             can't run the call (with its reasons); a third derivative; a forward-mode one of a forward-mode one; with a bias or with dropout
             any but the first in reverse.
@@ -184,9 +193,11 @@ def attention(
     Tangents: Lu & Song 2024 (sCM), appendix on a flash attention with them.
     """
     dropout = dropout_p, dropout_seed, generator
-    key = torch_ops.key_of(
-        q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks, bias, dropout
-    )
+    key = None
+    if seqlens_k is None:
+        key = torch_ops.key_of(
+            q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks, bias, dropout
+        )
     forward = torch_ops.known(key)
     if forward is not None:
         if layout == "bhsd":
@@ -195,8 +206,10 @@ def attention(
     else:
         check_layout(layout)
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+        check_seqlens_k(seqlens_k, q, q.shape[0])
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, *dropout)
-        out, lse = torch_ops.attn_fwd(q, k, v, *extras, None, None, None, None, *options)
+        seqlens_k = None if seqlens_k is None else seqlens_k.contiguous()
+        out, lse = torch_ops.attn_fwd(q, k, v, *extras, None, seqlens_k, None, None, *options)
         if key is not None:
             torch_ops.remember(key, q, k, v, options)
     if layout == "bhsd":
@@ -284,6 +297,7 @@ def explain(
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     dropout_p: float = 0.0,
+    seqlens_k: torch.Tensor | None = None,
     layout: str = "bshd",
     deterministic: bool = False,
     impl: str | None = None,
@@ -309,8 +323,12 @@ def explain(
             if limit is not None:
                 raise ValueError(f"{name}={limit!r} without cu_seqlens: expected both cu_seqlens, or no {name}")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
+        check_seqlens_k(seqlens_k, q, q.shape[0])
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p)
+        cu_seqlens_k = seqlens_k
     else:
+        if seqlens_k is not None:
+            raise ValueError("seqlens_k with cu_seqlens: expected one of them, packed sequences have their lengths in cu_seqlens_k")
         if layout != "bshd":
             raise ValueError(f"layout={layout!r} with cu_seqlens: expected none, packed tensors are [total, heads, dim]")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)

@@ -1,7 +1,7 @@
 """Tensors -> typed errors, before anything runs. Every message names the argument, what came and what was expected.
 
-Nothing here reads a value on the GPU, so nothing synchronises; with FLASHATTN_CHECK=1 the cumulative lengths are read and validated
-(on the CPU they always are).
+Nothing here reads a value on the GPU, so nothing synchronises; with FLASHATTN_CHECK=1 lengths are read and validated (on the CPU they
+always are).
 """
 
 import math
@@ -10,7 +10,7 @@ import os
 
 import torch
 
-from .problem import DTYPES, LEAST_DROPOUT, MAX_HEAD_DIM, check_lengths
+from .problem import DTYPES, LEAST_DROPOUT, MAX_HEAD_DIM, check_lengths, check_used
 
 DIMENSIONS = {  # by layout; None: packed
     "bshd": ("batch", "seqlen", "heads", "head_dim"),
@@ -251,6 +251,19 @@ def check_cu_seqlens(q, cu_seqlens: dict[str, torch.Tensor], max_seqlens: dict[s
         None if isinstance(limit, torch.Tensor) else _count(name, limit, "rows (int), a tensor or None")
         for name, limit in max_seqlens.items()
     ]
+
+
+def check_seqlens_k(seqlens_k, q, batch) -> None:
+    if seqlens_k is None:
+        return
+    _check_beside("seqlens_k", seqlens_k, q, (torch.int32,))
+    if tuple(seqlens_k.shape) != (batch,):
+        raise ValueError(f"seqlens_k has shape {tuple(seqlens_k.shape)}: expected [batch] ({batch},)")
+
+
+def check_seqlens_k_values(k, seqlens_k) -> None:
+    if not k.is_cuda or os.environ.get("FLASHATTN_CHECK") == "1":
+        check_used(seqlens_k.tolist(), k.shape[1])
 
 
 def check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k) -> None:

@@ -28,7 +28,7 @@ from einops import rearrange
 from torch import Tensor
 
 from flashattn.dropout import head_keys, kept
-from flashattn.problem import Problem, check_lengths
+from flashattn.problem import Problem, check_lengths, check_used
 
 CHUNK_SCORES = 1 << 19  # float32 scores of one chunk: 2 MiB, so that the passes over it run in cache
 LOG2_E = math.log2(math.e)
@@ -56,10 +56,17 @@ def forward(
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
     lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q]; bias: of a dense call,
     [batch, heads_q, seqlen_q, seqlen_k] with sizes of 1 for what is shared, any strides; rng: int64 [2], the seed and offset of dropout,
-    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout).
-    Raises ValueError for cu_seqlens that fall or reach past the tensor. token is for launchers; nothing is launched here.
+    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout). cu_seqlens_k: where `problem` says used_k, the lengths of keys.
+    Raises ValueError for cu_seqlens that fall or reach past the tensor, as lengths do. token is for launchers; nothing is launched here.
     """
     with _without_autocast(q.device):
+        if problem.used_k:
+            out = q.new_zeros(*q.shape[:-1], v.shape[-1])
+            lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
+            for at, used in _same_used(k, cu_seqlens_k):
+                parts = q[at], k[at, :used], v[at, :used], _of_sequences(slopes, at), sinks, _of_used(bias, at, used)
+                out[at], lse[at] = _dense_forward(problem, *parts, _draw(problem, rng, at))
+            return out, lse
         if not problem.varlen:
             return _dense_forward(problem, q, k, v, slopes, sinks, bias, _draw(problem, rng, range(problem.batch)))
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
@@ -108,6 +115,18 @@ def backward(
     Source: Dao et al., FlashAttention (2022), appendix B.2; the gradient into lse follows from the line above.
     """
     with _without_autocast(q.device):
+        if problem.used_k:
+            *grads, _ = _zero_gradients(problem, needs, q, k)
+            dbias = torch.zeros(bias.shape, device=q.device) if needs[4] else None
+            for at, used in _same_used(k, cu_seqlens_k):
+                part = (_at(dout, at), _at(dlse, at), q[at], k[at, :used], _at(v, at, used), _of_sequences(slopes, at), sinks)
+                part_bias = _of_used(bias if dbias is None else bias.float(), at, used)
+                *parts, part_dbias = _dense_backward(problem, needs, *part, part_bias, _draw(problem, rng, at))
+                _put(grads, parts, at, used)
+                if dbias is not None:
+                    into = dbias[..., :used] if dbias.shape[3] > 1 else dbias
+                    into[slice(None) if dbias.shape[0] == 1 else at] += part_dbias
+            return (*grads, None if dbias is None else dbias.to(bias.dtype))
         if not problem.varlen:
             return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias, _draw(problem, rng, range(problem.batch)))
         grads = _zero_gradients(problem, needs, q, k)
@@ -148,6 +167,14 @@ def tangent(
     the gradient of sinks: of each batch entry. Rows without keys have tout 0 and tlse 0, or the tangent of the sink.
     """
     with _without_autocast(q.device):
+        if problem.used_k:
+            out, tout = (q.new_zeros(*q.shape[:-1], v.shape[-1]) for _ in range(2))
+            lse, tlse = (q.new_zeros((q.shape[0], q.shape[2], q.shape[1]), dtype=torch.float32) for _ in range(2))
+            for at, used in _same_used(k, cu_seqlens_k):
+                parts = q[at], k[at, :used], v[at, :used], _at(tq, at), _at(tk, at, used), _at(tv, at, used), _at(tsinks, at)
+                found = _dense_tangent(problem, *parts, _of_sequences(slopes, at), sinks)
+                out[at], lse[at], tout[at], tlse[at] = found
+            return out, lse, tout, tlse
         if not problem.varlen:
             return _dense_tangent(problem, q, k, v, tq, tk, tv, tsinks, slopes, sinks)
         out, tout = (q.new_zeros(*q.shape[:-1], v.shape[-1]) for _ in range(2))
@@ -194,6 +221,13 @@ def second(
     see `backward`.
     """
     with _without_autocast(q.device):
+        if problem.used_k:
+            grads = _zero_gradients(problem, needs, q, k)[:4]
+            for at, used in _same_used(k, cu_seqlens_k):
+                part = _at(dout, at), _at(dlse, at), q[at], k[at, :used], _at(v, at, used), _at(tq, at)
+                part = *part, *(_at(x, at, used) for x in (tk, tv)), _at(tsinks, at), _of_sequences(slopes, at), sinks
+                _put(grads, _dense_second(problem, needs, *part), at, used)
+            return grads
         if not problem.varlen:
             return _dense_second(problem, needs, dout, dlse, q, k, v, tq, tk, tv, tsinks, slopes, sinks)
         grads = _zero_gradients(problem, needs, q, k)[:4]
@@ -665,6 +699,34 @@ def _unfold(x: Tensor, *, into: Tensor) -> None:
 def _keys_first(x: Tensor) -> Tensor:
     """[b, n, h, d] -> contiguous float32 [b h, n, d]"""
     return rearrange(x, "b n h d -> (b h) n d").contiguous().float()
+
+
+def _same_used(k: Tensor, lengths: Tensor) -> list[tuple[list[int], int]]:
+    """(batch entries, how many keys they have), of each number of keys."""
+    found: dict[int, list[int]] = {}
+    values = lengths.tolist()
+    check_used(values, k.shape[1])  # on a GPU nobody else has looked
+    for entry, used in enumerate(values):
+        found.setdefault(used, []).append(entry)
+    return [(at, used) for used, at in found.items()]
+
+
+def _at(x: Tensor | None, at: list[int], used: int | None = None) -> Tensor | None:
+    """Of these batch entries; used: the first keys alone."""
+    return None if x is None else x[at] if used is None else x[at, :used]
+
+
+def _of_used(bias: Tensor | None, at: list[int], used: int) -> Tensor | None:
+    if bias is None:
+        return None
+    return (bias if bias.shape[0] == 1 else bias[at])[..., : used if bias.shape[3] > 1 else None]
+
+
+def _put(grads, parts, at: list[int], used: int) -> None:
+    """Gradients of q, k, v and sinks of these batch entries in their place."""
+    for grad, part, cut in zip(grads, parts, (None, used, used, None), strict=True):
+        if grad is not None:
+            grad[at if cut is None else (at, slice(cut))] = part
 
 
 def _same_lengths(

@@ -30,6 +30,7 @@ class Problem:
     top_left: the diagonal is j = i; otherwise j = i + seqlen_k - seqlen_q (of each sequence).
     aligned: every row of q, k and v starts at a multiple of 16 bytes and no dimension is expanded: what Hopper's copy engine can address.
     softcap: see `canonical_softcap`. alibi, sinks: whether there are such tensors. dropout: the probability, see `canonical_dropout`.
+    used_k: each batch entry of a dense call has its own number of keys, at most seqlen_k, from the first on.
     bias: dtype of the additive bias, "bool" of a mask; None without. bias_dims: the dimensions along which it differs, of "bhqk" (batch
     entries, query heads, queries, keys); those of size 1 and expanded ones are left out.
     device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
@@ -62,6 +63,7 @@ class Problem:
     bias: str | None = None
     bias_dims: str = ""
     dropout: float = 0.0
+    used_k: bool = False
 
     @property
     def group(self) -> int:
@@ -124,17 +126,17 @@ def canonical_window(
 
 
 def reachable_window(
-    left: int | None, right: int | None, top_left: bool, rows_q: int, rows_k: int, varlen: bool
+    left: int | None, right: int | None, top_left: bool, rows_q: int, rows_k: int, bounds: bool
 ) -> tuple[int | None, int | None, bool]:
     """(left, right, top_left) without the limits that cut nothing off, and bottom-right wherever both diagonals keep the same.
 
-    `rows_*` are upper bounds in a packed call, so there only a call without limits is known to have no use for its diagonal. What is left
-    fits 32 bits.
+    bounds: `rows_*` are upper bounds, in a packed call and where keys have lengths, so there only a call without limits is known to have no
+    use for its diagonal. What is left fits 32 bits.
     """
     reach_left, reach_right = (rows_q, rows_k) if top_left else (rows_k, rows_q)
     left = None if left is None or left >= reach_left - 1 else left
     right = None if right is None or right >= reach_right - 1 else right
-    return left, right, top_left and (left is not None or right is not None) and (varlen or rows_q != rows_k)
+    return left, right, top_left and (left is not None or right is not None) and (bounds or rows_q != rows_k)
 
 
 def check_lengths(side: str, values: list[int], rows: int, limit: int | None = None) -> None:
@@ -150,6 +152,13 @@ def check_lengths(side: str, values: list[int], rows: int, limit: int | None = N
         raise ValueError(f"cu_seqlens_{side} ends with {values[-1]} but {side} has {rows} rows: expected at most that")
     if limit is not None and max(lengths, default=0) > limit:
         raise ValueError(f"max_seqlen_{side}={limit} but a sequence has {max(lengths)} rows: expected at least that")
+
+
+def check_used(values: list[int], rows: int) -> None:
+    """ValueError unless each of the lengths of keys is one of 0 to `rows`."""
+    for entry, value in enumerate(values):
+        if not 0 <= value <= rows:
+            raise ValueError(f"seqlens_k has {value} at entry {entry} but k has {rows} rows: expected 0 to {rows}")
 
 
 def window_pairs(rows: int, columns: int, diagonal: int, left: int | None, right: int | None) -> int:

@@ -100,6 +100,7 @@ def attention_reference(
     bias: Tensor | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
+    seqlens_k: Tensor | list[int] | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -117,6 +118,7 @@ def attention_reference(
     causal: False, True (bottom-right) or "top-left"; window: (left, right), see `keep_mask`. softmax_scale: default 1 / sqrt(head_dim).
     softcap: None or 0 for none. alibi_slopes: [heads_q] or [batch, heads_q], None for 0. sinks: [heads_q], None for -inf. bias: broadcast
     to [batch, heads_q, seqlen_q, seqlen_k]; of booleans True is 0 and False -inf; None for 0.
+    seqlens_k: [batch], how many keys each batch entry has, from the first on: as if the others weren't there.
     dropout_seed: int, or int64 (seed, offset); or the mask itself, bool [batch, heads_q, seqlen_q, seqlen_k], True where a pair is kept.
     Returns out [batch, seqlen_q, heads_q, head_dim_v] (in the order of `layout`) and with return_lse also lse, natural logarithm,
     [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed but the distance times its slope and the sum with
@@ -130,6 +132,12 @@ def attention_reference(
         raise ValueError(f"layout={layout!r}: expected 'bshd' or 'bhsd'")
     if layout == "bhsd":
         q, k, v = (rearrange(x, "b h s d -> b s h d") for x in (q, k, v))
+    if seqlens_k is not None:
+        options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
+        extras = alibi_slopes, bias, dropout_p, dropout_seed
+        out, lse = _of_used_keys(q, k, v, torch.as_tensor(seqlens_k).tolist(), *extras, **options)
+        out = rearrange(out, "b s h e -> b h s e") if layout == "bhsd" else out
+        return (out, lse) if return_lse else out
     group = q.shape[2] // k.shape[2]
     k, v = (repeat(x, "b s h d -> b s (h g) d", g=group) for x in (k, v))
     scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
@@ -157,6 +165,27 @@ def attention_reference(
     peak = torch.where(peak.isfinite(), peak, 0.0)
     lse = (scores - peak).logsumexp(dim=-1) + peak.squeeze(-1)
     return out, lse.masked_fill(nothing.squeeze(-1), -math.inf)
+
+
+def _of_used_keys(q, k, v, lengths: list[int], alibi_slopes, bias, dropout_p, dropout_seed, **options) -> tuple[Tensor, Tensor]:
+    """`attention_reference` of each batch entry alone, with the keys that it has."""
+    outs, lses = [], []
+    for n, used in enumerate(lengths):
+        own = options | {"alibi_slopes": alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes}
+        if bias is not None:
+            whole = bias.expand(q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+            own["bias"] = whole[n : n + 1, ..., :used]
+        if dropout_p:
+            is_mask = isinstance(dropout_seed, Tensor) and dropout_seed.dtype == torch.bool
+            sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
+            mask = dropout_seed if is_mask else dropout_mask(dropout_p, dropout_seed, *sizes, device=q.device)
+            own |= {"dropout_p": dropout_p, "dropout_seed": mask[n : n + 1, ..., :used]}
+        out, lse = attention_reference(q[n : n + 1], k[n : n + 1, :used], v[n : n + 1, :used], **own, return_lse=True)
+        outs.append(out)
+        lses.append(lse)
+    if not outs:
+        return q.new_zeros(*q.shape[:-1], v.shape[-1]), q.new_zeros(q.shape[0], q.shape[2], q.shape[1])
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _rows_first(empty: Tensor) -> Tensor:

@@ -48,9 +48,10 @@ class Explanation:
         p = self.problem
         where = p.device if p.capability is None else f"{p.device} sm_{p.capability[0]}{p.capability[1]}"
         lengths = "longest sequence" if p.varlen else "sequence"
+        fewer = f", packed in {p.total_q} and {p.total_k} rows" if p.varlen else ", or fewer by seqlens_k" if p.used_k else ""
         lines = [
             f"attention on {where}: {p.dtype}, batch {p.batch}, heads {p.heads_q}/{p.heads_kv}, head_dim {p.head_dim}/{p.head_dim_v}",
-            f"  {lengths} {p.seqlen_q} queries x {p.seqlen_k} keys{f', packed in {p.total_q} and {p.total_k} rows' if p.varlen else ''}",
+            f"  {lengths} {p.seqlen_q} queries x {p.seqlen_k} keys{fewer}",
         ]
         if p.window_left is not None or p.window_right is not None:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
@@ -70,7 +71,7 @@ class Explanation:
             tile = f"{row.block_m:3} rows" + ("" if name == "delta" else f" x {row.block_n:3} keys")  # delta sees no keys
             dims = "head_dim padded to {}/{}".format(*self.padded[name])
             lines.append(f"    {name:8} {tile + ',':20} {dims}, {row.num_warps} warps, {row.num_stages} stages")
-        most = "at most " if p.varlen else ""
+        most = "at most " if p.varlen or p.used_k else ""
         for name, flops in self.flops.items():
             lines.append(f"  {name + ':':9} {most}{_units(flops, 'FLOP')}, {_units(self.bytes[name], 'B')} with each tensor moved once")
             lines += self._roofline(name, most)

@@ -71,6 +71,8 @@ def portable_reasons(problem: Problem, direction: str) -> list[str]:
         found.append("AMD GPUs (ROCm) are untested, and no tile was chosen for them")
     elif problem.device not in ("cuda", "cpu"):
         found.append(f"Triton kernels are launched on CUDA devices, not on {problem.device!r}")
+    if problem.used_k and problem.bias and direction == "backward":
+        found.append("lengths of keys (seqlens_k) beside a bias: the passes for its gradient take none")
     if (problem.window_left or problem.window_right) and max(problem.seqlen_q, problem.seqlen_k) > MOST_ROWS:
         found.append(f"a window over more than {MOST_ROWS} rows: its limits are 32-bit sums")
     if problem.capability is not None and problem.capability < OLDEST_CAPABILITY:
@@ -85,7 +87,8 @@ def _kinds(problem: Problem) -> tuple[str, ...]:
     dims, lengths = (problem.head_dim, problem.head_dim_v), (problem.seqlen_q, problem.seqlen_k)
     if any(padded_head_dim(dim) != dim for dim in dims):
         return (*biased, "padded", "unaligned") if any(dim * problem.itemsize % 16 for dim in dims) else (*biased, "padded")
-    masked = problem.varlen or (problem.window_left, problem.window_right) != (None, None) or any(length % 128 for length in lengths)
+    limited = problem.used_k or (problem.window_left, problem.window_right) != (None, None)
+    masked = problem.varlen or limited or any(length % 128 for length in lengths)
     return biased if masked or problem.group > 1 or biased else ("open",)
 
 
@@ -131,6 +134,8 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append(f"made for CUDA devices of compute capability 9.0 (H100, H200), and this is {where}")
     if problem.dtype not in ("float16", "bfloat16"):
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
+    if problem.used_k:
+        found.append("lengths of keys (seqlens_k): every batch entry has all of its keys here")
     if problem.alibi and problem.top_left:
         found.append("ALiBi beside a top-left diagonal: it counts both from one diagonal")
     if not problem.aligned:

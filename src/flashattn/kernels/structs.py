@@ -23,7 +23,8 @@ class View(NamedTuple):
 
 
 class Seqlens(NamedTuple):
-    """Cumulative lengths [batch + 1] of packed sequences; None in a dense call."""
+    """Cumulative lengths [batch + 1] of packed sequences. In a dense call cu_q is None, and so is cu_k unless each batch entry has its own
+    number of keys: then cu_k has these, [batch]."""
 
     cu_q: object
     cu_k: object

@@ -44,7 +44,7 @@ def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_d
         left=problem.window_left is not None,
         right=problem.window_right is not None,
         top_left=problem.top_left,
-        ragged=problem.varlen or ragged,
+        ragged=problem.varlen or problem.used_k or ragged,
         sign=1 if not plain else 0 if abs(problem.softmax_scale) < SMALLEST_SCALE else 1 if problem.softmax_scale > 0 else -1,
         prescaled=plain and problem.dtype == "float32",
         tf32=problem.tf32,
@@ -155,8 +155,8 @@ def results(problem: Problem, q):
 
 
 def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> bool:
-    """A bias may leave any row nothing, else a dense diagonal tells. Packed lengths are on the GPU, so any limit may leave a row nothing,
-    unless one tensor serves both sides.
+    """A bias may leave any row nothing, else a dense diagonal tells. Lengths are on the GPU, so any limit may leave a row nothing, unless
+    one tensor serves both sides.
 
     Rows of sequences without any key count only where there are sinks: no tile visits them, but the gradient of the sinks sums over them.
     """
@@ -165,6 +165,8 @@ def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> 
         return limited and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr()
     if problem.bias or (problem.sinks and not problem.seqlen_k):
         return True
+    if problem.used_k:
+        return problem.sinks or problem.window_left is not None or problem.window_right is not None
     limit = problem.window_left if problem.top_left else problem.window_right
     return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
 
@@ -184,6 +186,8 @@ def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=No
         lengths_k = torch.nn.functional.pad(cu_seqlens_k.diff().long(), (0, 1))[sequence]
         lengths_q, first = (torch.nn.functional.pad(x, (0, 1))[sequence] for x in (ends_q - starts_q, starts_q))
         row, rows_q, rows_k = row - first, lengths_q, lengths_k
+    elif problem.used_k:
+        rows_k = cu_seqlens_k.long().clamp(0, rows_k)[:, None, None]
     position = row if problem.top_left else row + (rows_k - rows_q)
     empty = torch.zeros_like(row, dtype=torch.bool) | (row * 0 + rows_k <= 0)
     if problem.window_left is not None:

@@ -164,10 +164,11 @@ def backward(
                 delta.masked_fill_(empty, 0.0)
         if problem.bias and lse.numel():
             lse, bias = shifts_of(problem, q, k, lse, slopes, sinks, bias), as_bytes(bias)
+        allocate = torch.zeros if problem.used_k else torch.empty  # keys that aren't used are in no tile
         if need_dk:
-            dk = torch.empty(k.shape, dtype=k.dtype, device=k.device)
+            dk = allocate(k.shape, dtype=k.dtype, device=k.device)
         if need_dv:
-            dv = torch.empty((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device)
+            dv = allocate((*k.shape[:-1], problem.head_dim_v), dtype=k.dtype, device=k.device)
         for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
             if name in rows and outputs != (None, None):
                 for_dk = (v, delta) if outputs[0] is not None else (None, None)

@@ -186,6 +186,13 @@ def _fold_extras(slopes, sinks, in_dims, sizes):
     return mapped.expand(*sizes, -1).flatten(0, 1)
 
 
+def _fold_lengths(lengths, dim, sizes):
+    """Lengths of keys, [batch], of a folded batch."""
+    if lengths is None:
+        return None
+    return (lengths.expand(sizes[0], -1) if dim is None else lengths.movedim(dim, 0)).flatten()
+
+
 def _fold_bias(bias, dim, sizes, apart: bool):
     """The bias of a folded batch: as it is where all entries of all samples share it, unless its gradient is wanted of each sample.
 
@@ -216,6 +223,7 @@ class AttentionSecond(torch.autograd.Function):
     def vmap(info, in_dims, *args, call=attn_second):
         tensors, head_dim_v, (slopes, sinks, *rest), needs = args[:9], args[9], args[10:], args[-4:]
         folded, sizes = _fold(info, in_dims, tensors, rest[1])
+        rest[2] = _fold_lengths(rest[2], in_dims[14], sizes)
         return _unfold(call(*folded, head_dim_v, _fold_extras(slopes, sinks, in_dims[10:12], sizes), sinks, *rest), sizes, needs)
 
 
@@ -261,6 +269,7 @@ class AttentionTangent(torch.autograd.Function):
     def vmap(info, in_dims, *args, call=attn_jvp):
         slopes, sinks, softcap, *rest = args[7:]
         folded, sizes = _fold(info, in_dims, args[:7], rest[0])
+        rest[1] = _fold_lengths(rest[1], in_dims[11], sizes)
         slopes = _fold_extras(slopes, sinks, in_dims[7:9], sizes)
         return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, softcap, *rest)), (0,) * 4
 
@@ -328,6 +337,7 @@ class AttentionBackward(torch.autograd.Function):
         if dropout_p:
             return _each(info, in_dims, args, call)
         folded, sizes = _fold(info, in_dims, tensors, rest[0])
+        scalars[4] = _fold_lengths(rest[1], in_dims[15], sizes)
         slopes = _fold_extras(slopes, sinks, in_dims[8:10], sizes)
         shared = bias is not None and (bias.shape[0] if in_dims[10] is None else bias.movedim(in_dims[10], 0).shape[1]) == 1
         bias = _fold_bias(bias, in_dims[10], sizes, apart=needs[-1])
@@ -387,6 +397,7 @@ class Attention(torch.autograd.Function):
         if dropout_p:
             return _each(info, in_dims, (q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, *rest), call)
         folded, sizes = _fold(info, in_dims, (q, k, v), rest[0])
+        rest = rest[0], _fold_lengths(rest[1], in_dims[10], sizes), *rest[2:]
         slopes = _fold_extras(slopes, sinks, in_dims[3:], sizes)
         bias = _fold_bias(bias, in_dims[5], sizes, apart=False)
         return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, bias, softcap, dropout_p, rng, *rest)), (0, 0)

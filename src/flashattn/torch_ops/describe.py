@@ -71,13 +71,15 @@ def describe(
     q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic, aligned=False, extras=(None, None, None, 0.0, 0.0),
 ) -> Problem:  # fmt: skip
-    """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks, bias, softcap and dropout_p."""
+    """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks, bias, softcap and dropout_p. cu_seqlens_k: of
+    a dense call, the lengths of keys."""
     slopes, sinks, bias, softcap, dropout_p = extras
     return _problem(
         q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
         softmax_scale, window_left, window_right, top_left, deterministic,
         q.dtype == torch.float32 and q.is_cuda and _tf32_allowed(), os.environ.get("TRITON_INTERPRET") == "1", aligned, *_machine(q.device),
         slopes is not None, sinks is not None, softcap, dropout_p, *(NO_BIAS if bias is None else _biased(bias)),
+        cu_seqlens_q is None and cu_seqlens_k is not None,
     )  # fmt: skip
 
 
@@ -85,12 +87,12 @@ def describe(
 def _problem(
     dtype, shape_q, shape_k, head_dim_v, sequences, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic,
-    tf32, interpret, aligned, device, capability, alibi, sinks, softcap, dropout_p, bias, bias_dims,
+    tf32, interpret, aligned, device, capability, alibi, sinks, softcap, dropout_p, bias, bias_dims, used_k,
 ) -> Problem:  # fmt: skip
     """`sequences` is None in a dense call."""
     varlen = sequences is not None
     rows_q, rows_k = shape_q[-3], shape_k[-3]
-    window_left, window_right, top_left = reachable_window(window_left, window_right, top_left, rows_q, rows_k, varlen)
+    window_left, window_right, top_left = reachable_window(window_left, window_right, top_left, rows_q, rows_k, varlen or used_k)
     return Problem(
         dtype=str(dtype).removeprefix("torch."),
         batch=sequences if varlen else shape_q[0],
@@ -119,4 +121,5 @@ def _problem(
         bias=bias,
         bias_dims=bias_dims,
         dropout=canonical_dropout(dropout_p) if dropout_p else 0.0,
+        used_k=used_k,
     )

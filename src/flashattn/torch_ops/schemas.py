@@ -1,7 +1,8 @@
 """The operators `flashattn::attn_fwd` and `attn_bwd`, `attn_jvp` (the forward with its derivative along tangents) and `attn_second` (the
 derivative of the backward along tangents): schemas, implementation, fake kernels.
 
-An operator takes tensors in [batch, rows, heads, dim] order, or packed [rows, heads, dim] with cumulative lengths, and plain numbers.
+An operator takes tensors in [batch, rows, heads, dim] order, or packed [rows, heads, dim] with cumulative lengths, and plain numbers. Of a
+dense call cu_seqlens_k, without cu_seqlens_q, are the lengths of keys themselves, [batch].
 Implementations are chosen at run time, behind the schema, so torch.compile sees two opaque calls. The surprising fact: an operator
 can't return "no tensor", so a gradient that was not asked for comes back as an empty one-dimensional tensor. That of sinks, which all
 batch entries share, is given for each of them, [batch, heads] (packed: [1, heads]), so that vmap can fold samples into a batch; and so is
@@ -11,7 +12,7 @@ gradient, contiguous; the operators of tangents take none, and no dropout.
 
 import torch
 
-from ..checks import check_cu_seqlens_values
+from ..checks import check_cu_seqlens_values, check_seqlens_k_values
 from ..dispatch.select import launcher, select
 from .describe import aligned, describe
 
@@ -55,6 +56,8 @@ def forward(q, k, v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, cu_seql
     *options, impl = rest
     if cu_seqlens_q is not None:
         check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    elif cu_seqlens_k is not None:
+        check_seqlens_k_values(k, cu_seqlens_k)
     extras = alibi_slopes, sinks, bias, softcap, dropout_p
     problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v), extras)
     rng = rng if problem.dropout else None

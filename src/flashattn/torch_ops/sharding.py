@@ -34,6 +34,8 @@ def _dimension(name: str, spec, packed: bool, by: str) -> int | None:
     """The dimension of a tensor that is sharded `by` heads or batch; None if each device needs all of it. spec: of an argument, or None."""
     if name == "alibi_slopes":  # [heads] or [batch, heads]
         return spec.ndim - 1 if by == HEADS else 0 if spec.ndim == 2 else None
+    if name == "cu_seqlens_k":  # of a dense call, lengths of keys [batch]
+        return 0 if by == BATCH else None
     if name == "bias":
         return BIAS[by] if spec.shape[BIAS[by]] != 1 else None
     if name not in PLACES:

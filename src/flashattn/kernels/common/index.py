@@ -57,12 +57,19 @@ def packed_range(b, cu, batch, total):
 
 
 @triton.jit
+def used_rows(lengths, entry, total):
+    """Rows of a batch entry that has a length, clamped into [0, total]."""
+    return tl.minimum(tl.maximum(tl.load(lengths + entry), 0), total)
+
+
+@triton.jit
 def locate(slot, lane, heads, mine, other, BLOCK: tl.constexpr, total_mine, total_other, batch, VARLEN: tl.constexpr):
     """Where a program works: (tile, batch entry, head, first row and rows of its own side, first row and rows of the other side, sequence).
 
     A sequence of a dense batch is its batch entry; of a packed one, whose batch entry is 0, it may be `batch`, the rows past the end.
 
-    `mine` and `other` are the cumulative lengths of the side that the grid tiles and of the side that the loop walks.
+    `mine` and `other` are the cumulative lengths of the side that the grid tiles and of the side that the loop walks; of a dense batch
+    None, or the lengths themselves.
     """
     if VARLEN:
         head = lane
@@ -81,6 +88,10 @@ def locate(slot, lane, heads, mine, other, BLOCK: tl.constexpr, total_mine, tota
         my_rows = my_start + total_mine
         other_start = my_start
         other_rows = my_start + total_other
+        if mine is not None:
+            my_rows = used_rows(mine, entry, my_rows)
+        if other is not None:
+            other_rows = used_rows(other, entry, other_rows)
     return tile, entry, head, my_start, my_rows, other_start, other_rows, b
 
 
