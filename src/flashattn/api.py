@@ -161,8 +161,9 @@ def attention(
         seqlens_k: int32 ``[batch]`` on q's device, or None: how many keys each batch entry has, from the first on, 0 to seqlen_k; padding
             that is not read. As if the others weren't there: NaN in them changes nothing, their gradients are 0, and the bottom-right
             corner, for ``causal``, a window and ALiBi, is that of the keys there are. So ``causal=True`` is for a few new queries against a
-            cache, and ``"top-left"`` for queries that are padded on the right as keys are. Nothing waits for the values. Not for
-            ``"hopper"``; nor the backward of ``"portable"`` beside a bias. Padding on the left is for :func:`attention_varlen`.
+            cache, and ``"top-left"`` for queries that are padded on the right as keys are; those of the padding are rows like others, and
+            have to be finite where there is a backward. Nothing waits for the values. Not for ``"hopper"``; nor the backward of
+            ``"portable"`` beside a bias. Padding on the left, and of queries, is for :func:`attention_varlen`.
         layout: ``"bshd"`` as above, or ``"bhsd"``: q, k, v and out are ``[batch, heads, seqlen, dim]`` (nothing is copied).
         return_lse: also return lse.
         deterministic: promise gradients that are bitwise equal from run to run; ``torch.use_deterministic_algorithms(True)`` asks for it

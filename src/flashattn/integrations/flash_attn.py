@@ -184,5 +184,6 @@ def flash_attn_with_kvcache(*args, **kwargs):
     """Here so that `from flash_attn import flash_attn_with_kvcache` works; a call raises NotImplementedError."""
     raise NotImplementedError(
         "flash_attn_with_kvcache is not implemented by flashattn: append to the cache yourself and call "
-        "flash_attn_func on the part that is filled (causal is bottom-right, so the new rows see all of it)"
+        "flash_attn_func on the part that is filled (causal is bottom-right, so the new rows see all of it), or, where sequences have "
+        "filled different parts, flashattn.attention with seqlens_k"
     )
