@@ -2,8 +2,8 @@
 
 n processes with the shards 1/n ... n/n run each test exactly once. They share one GPU and its memory: what they share out is the
 compilation of the kernels, which takes a CPU core each and most of the time. No test begins after `--until`, the time of day in seconds
-since 1970: those left are skipped, and gpu_record.py counts them. Of a test in a file marked `thinned` half of the cases run in Triton's
-interpreter, where one takes seconds, and all of them with FLASHATTN_INTERPRET_ALL=1. conftest.py takes the hooks over.
+since 1970: those left are skipped, and gpu_record.py counts them. Of a test in a file marked `thinned(n)` one in n of the cases runs
+without a GPU, where one takes a second, and all of them with FLASHATTN_ALL_CASES=1. conftest.py takes the hooks over.
 """
 
 import os
@@ -29,15 +29,17 @@ def _shard(text: str) -> tuple[int, int]:
 
 
 def thinned(items) -> list:
-    """Without half of the interpreted cases of files that are marked so; the first of each test stays.
+    """Without most of the cases of files that are marked so, but for those of a GPU; of each test the first stays, and the first that is
+    interpreted.
 
-    By a checksum of their names, for every second would be all of one value of the axis that varies fastest.
+    By a checksum of their names, for every n-th would be all of one value of the axis that varies fastest.
     """
     seen, kept = set(), []
     for item in items:
-        if item.get_closest_marker("thinned") and item.get_closest_marker("interpret"):
-            test = item.nodeid.partition("[")[0]
-            if test in seen and crc32(item.nodeid.rpartition("::")[2].encode()) % 2:
+        mark = item.get_closest_marker("thinned")
+        if mark and not item.get_closest_marker("gpu"):
+            test = item.nodeid.partition("[")[0], bool(item.get_closest_marker("interpret"))
+            if test in seen and crc32(item.nodeid.rpartition("::")[2].encode()) % (mark.args or (2,))[0]:
                 continue
             seen.add(test)
         kept.append(item)
@@ -46,7 +48,7 @@ def thinned(items) -> list:
 
 @pytest.hookimpl(trylast=True)  # after -m and -k, so that the parts of what they leave are equal
 def pytest_collection_modifyitems(config, items):
-    kept = list(items) if os.environ.get("FLASHATTN_INTERPRET_ALL") == "1" else thinned(items)
+    kept = list(items) if os.environ.get("FLASHATTN_ALL_CASES") == "1" else thinned(items)
     if config.getoption("--no-big"):
         kept = [item for item in kept if not item.get_closest_marker("big")]
     if config.getoption("--shard"):

@@ -15,7 +15,7 @@ from flashattn.reference import attention_reference
 from support import WHERE, WHERE_DTYPE, check, dense, expect, run, same_bits, with_extras
 from test_variants import EAGER, GPU, HALF, INTERPRETER
 
-pytestmark = pytest.mark.thinned
+pytestmark = pytest.mark.thinned(3)
 
 SIZES = {
     EAGER: {"seqlen_q": 43, "seqlen_k": 77, "batch": 2, "heads": 6, "heads_kv": 2, "dim": 24},

@@ -15,6 +15,8 @@ import torch
 from flashattn.reference import attention_reference
 from support import WHERE, WHERE_DTYPE, Results, assert_close_to_oracle, check, compare, dense, expect, run, same_bits
 
+pytestmark = pytest.mark.thinned(2)
+
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
 # Sizes where a test is not about them. A few tiles of rows and keys, none of them full.
 SIZES = {

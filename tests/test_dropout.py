@@ -14,7 +14,7 @@ from flashattn.reference import attention_reference
 from support import WHERE, WHERE_DTYPE, check, dense, packed, run, same_bits
 from test_variants import MASKS, VARIANTS, sized, some
 
-pytestmark = pytest.mark.thinned
+pytestmark = pytest.mark.thinned(3)
 
 DROPPED = {"dropout_p": 0.3, "dropout_seed": 5}
 SEED = 2**40 + 17, 2**63 - 5  # and an offset

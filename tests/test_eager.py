@@ -21,6 +21,8 @@ from flashattn.reference import attention_reference, keep_mask
 from inputs import STRIDES, Data
 from support import Results, assert_close_to_oracle, compare, expect
 
+pytestmark = pytest.mark.thinned(2)
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ALL = (True, True, True)
 MASKS = (

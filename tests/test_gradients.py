@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 from flashattn import attention, attention_varlen
 from support import WHERE, Results, check, compare, dense, expect, packed, run, same_bits
 
+pytestmark = pytest.mark.thinned(2)
+
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
 HALF = {EAGER: torch.bfloat16, INTERPRETER: torch.float16, GPU: torch.bfloat16}
 SIZES = {

@@ -20,7 +20,7 @@ from inputs import dense, with_extras
 from launches import launch_of  # noqa: F401  (of the jobs)
 from support import WHERE, WHERE_DTYPE, Results, compare, expect, run, same_bits
 
-pytestmark = pytest.mark.thinned
+pytestmark = pytest.mark.thinned(3)
 
 LENGTHS = 70, 0, 33
 CASES = {

@@ -21,7 +21,7 @@ from tangents import NAMES, _magnitude, attend, tangents_of
 from test_tangents import Asked, small
 from test_variants import EAGER, MASKS, VARIANTS, sized, some
 
-pytestmark = pytest.mark.thinned
+pytestmark = pytest.mark.thinned(3)
 
 SUBSETS = ["".join(names) for n in range(1, 4) for names in combinations("qkvs", n)]
 

@@ -13,6 +13,8 @@ import torch
 from flashattn import attention
 from support import STRIDES, WHERE, Data, Expected, Results, check, compare, dense, expect, packed, run, same_bits
 
+pytestmark = pytest.mark.thinned(2)
+
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
 SIZES = {
     EAGER: {"seqlen_q": 30, "seqlen_k": 70, "batch": 2, "heads": 4, "heads_kv": 2, "dim": 24, "dtype": torch.bfloat16},

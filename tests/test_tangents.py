@@ -20,7 +20,7 @@ from support import STRIDES, WHERE, WHERE_DTYPE, dense, packed
 from tangents import Moved, attend, check_jvp, compare_jvp, expected_jvp, jvp, tangents_of
 from test_variants import EAGER, GPU, HALF, INTERPRETER, MASKS, VARIANTS, sized, some
 
-pytestmark = pytest.mark.thinned
+pytestmark = pytest.mark.thinned(3)
 
 SMALL = {INTERPRETER: {"seqlen_q": 5, "seqlen_k": 9}}
 SUBSETS = ["".join(names) for n in range(1, 5) for names in combinations("qkvs", n)]

@@ -13,6 +13,8 @@ import torch
 from flashattn import attention, eager
 from support import EPS32, WHERE, WHERE_DTYPE, check, dense, expect, packed, run, same_bits, with_extras
 
+pytestmark = pytest.mark.thinned(3)
+
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
 HALF = {EAGER: torch.bfloat16, INTERPRETER: torch.float16, GPU: torch.bfloat16}
 SIZES = {

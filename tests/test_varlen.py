@@ -10,6 +10,8 @@ import torch
 from flashattn import attention_varlen
 from support import DTYPES, WHERE, WHERE_DTYPE, Data, Results, check, compare, dense, expect, packed, run, same_bits
 
+pytestmark = pytest.mark.thinned(2)
+
 EAGER, INTERPRETER, GPU = ("eager", "cpu"), ("portable", "cpu"), ("portable", "cuda")
 HALF = {EAGER: torch.bfloat16, INTERPRETER: torch.float16, GPU: torch.bfloat16}
 HEADS = {EAGER: {"heads": 4, "heads_kv": 2, "dim": 24}, INTERPRETER: {"heads": 1, "dim": 24}, GPU: {"heads": 4, "heads_kv": 2, "dim": 64}}
