@@ -82,7 +82,7 @@ def row_of(job: Job):
 # with these 12 % more speed than two.
 SPILLED = {
     (64, 64, "packed-causal"): 288, (192, 128, "window"): 128, (256, 256, "all-packed"): 160,
-    (256, 256, "dropout"): 32,
+    (256, 256, "dropout"): 144,  # under Triton 3.9; 32 under 3.6
     # numbers of a bias come one at a time where the last block is ragged
     (128, 128, "mask"): 976, (256, 256, "bias"): 136, (128, 128, "bias-open"): 976,
 }  # fmt: skip
