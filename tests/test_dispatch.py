@@ -173,12 +173,12 @@ def test_launchers_have_one_signature(name):
     if name != "eager" and find_spec("triton") is None:
         pytest.skip("needs Triton")
     module = launcher(ROWS[name].launch)
-    at_the_end = ["cu_seqlens_q", "cu_seqlens_k", "slopes", "sinks", "bias", "rng"]
+    at_the_end = ["cu_seqlens_q", "cu_seqlens_k", "slopes", "sinks", "bias", "rng", "aux"]
     expected = {
         "forward": ["problem", "q", "k", "v", *at_the_end, "token"],
         "backward": ["problem", "needs", "dout", "dlse", "q", "k", "v", "out", "lse", *at_the_end],
-        "tangent": ["problem", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end[:-2]],
-        "second": ["problem", "needs", "dout", "dlse", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end[:-2]],
+        "tangent": ["problem", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end[:-3]],
+        "second": ["problem", "needs", "dout", "dlse", "q", "k", "v", "tq", "tk", "tv", "tsinks", *at_the_end[:-3]],
     }
     for direction in ROWS[name].directions:
         assert list(inspect.signature(getattr(module, direction)).parameters) == expected[direction]

@@ -146,6 +146,9 @@ def launch(name, tensors, causal, scale, monkeypatch):
             dtype, dims = _biased(t["bias"])
             problem = replace(problem, bias="bool" if dtype == "uint8" else dtype, bias_dims=dims)
     mine = [None if name is None else t[name] for name in PASSES[name]]
+    if "aux" in t:  # of mods, behind what dropout has
+        of_aux = tuple((str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in t["aux"])
+        problem, mine = replace(problem, score_mod="alibi", mask_mod="documents", mod_aux=of_aux), [*mine, None, *t["aux"]]
     if name == "hopper":
         row, builder = hopper_rows(problem)["forward"], hopper.forward_launch
         mine[-1] = mine[-1] if row.tickets else None
@@ -232,6 +235,25 @@ def test_a_bias_is_a_pointer_with_strides(name, monkeypatch):
                 compiled, found_grid, found = stand_in.again.pop()
                 assert compiled.specialization == (stand_in.specialize(args), options), call
                 assert found_grid == grid and flat(found) == flat(args), call
+                checked += 1
+    assert checked >= len(calls)
+
+
+@pytest.mark.parametrize("name", ["forward", "dkdv", "dq"])
+def test_what_mods_read_are_pointers_in_tuples_inside_of_a_tuple(name, monkeypatch):
+    """Of other shapes, strides, dtypes and alignments."""
+    KERNELS.clear()
+    calls = list(product((128, 100), (torch.int32, torch.int64), (lambda x: x, lambda x: x.T.contiguous().T, lambda x: x[:, 1:])))
+    checked = 0
+    for _ in range(2):
+        for rows, dtype, way in calls:
+            ids = [way(torch.zeros(2, rows + (way(torch.zeros(2, 2)).shape[1] == 1), dtype=dtype)) for _ in range(2)]
+            tensors = tensors_of(rows=rows, slopes=1) | {"slopes": None, "aux": [torch.zeros(5)[1:], *ids]}
+            stand_in, grid, args, options = launch(name, tensors, True, 0.125, monkeypatch)
+            if stand_in.again:
+                compiled, found_grid, found = stand_in.again.pop()
+                assert compiled.specialization == (stand_in.specialize(args), options), (rows, dtype)
+                assert found_grid == grid and flat(found) == flat(args), (rows, dtype)
                 checked += 1
     assert checked >= len(calls)
 

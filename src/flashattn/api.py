@@ -4,6 +4,9 @@ Layout is settled here by transposed views (strides carry it, nothing is copied)
 Over 300 lines because a public docstring says all that a caller has to know.
 """
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from . import torch_ops
@@ -13,6 +16,7 @@ from .checks import (
     check_cu_seqlens,
     check_dropout,
     check_layout,
+    check_mod,
     check_options,
     check_seed,
     check_seqlens_k,
@@ -24,6 +28,7 @@ from .checks import (
 )
 from .dispatch.select import check_impl
 from .dropout import seed_tensor
+from .mods import MaskMod, ScoreMod, added_by
 from .problem import canonical_window, default_scale
 
 
@@ -70,6 +75,35 @@ def _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, dropout_seed=No
     return alibi_slopes, None if sinks is None else sinks.float(), bias, softcap, dropout_p, rng
 
 
+def _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=False) -> tuple:
+    """(score_mod, mask_mod, what they read) as operators take them, checked."""
+    score, score_aux = check_mod("score_mod", ScoreMod, score_mod, score_mod_aux, q, packed)
+    mask, mask_aux = check_mod("mask_mod", MaskMod, mask_mod, mask_mod_aux, q, packed)
+    return torch_ops.NO_MODS if score is None and mask is None else (score, mask, (*score_aux, *mask_aux))
+
+
+def _learned(q, k, bias, mods) -> tuple:
+    """(bias, mods) of a dense call, where what a score_mod adds is a bias if it reads something that requires a gradient."""
+    score, mask, aux = mods
+    if score is None or not torch.is_grad_enabled():
+        return bias, mods
+    record = ScoreMod.records[score]
+    mine, others = aux[: len(record.aux)], aux[len(record.aux) :]
+    if not any(x.requires_grad for x in mine):
+        return bias, mods
+    added = added_by(record, mine, q.shape[0], q.shape[2], q.shape[1], k.shape[1])
+    if bias is not None:
+        bias = check_bias(bias, q, (q.shape[0], q.shape[2], q.shape[1], k.shape[1]))
+        added = added.masked_fill(~bias, -math.inf) if bias.dtype == torch.bool else added + bias
+    return added, torch_ops.NO_MODS if mask is None else (None, mask, others)
+
+
+def _call(args, mods):
+    """(out, lse) of the arguments of an operator."""
+    score_mod, mask_mod, aux = mods
+    return torch_ops.attn_fwd(*args) if mods is torch_ops.NO_MODS else torch_ops.attn_mod_fwd(*args, score_mod, mask_mod, *aux)
+
+
 def attention(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -82,6 +116,10 @@ def attention(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    score_mod: ScoreMod | str | None = None,
+    score_mod_aux: Sequence[torch.Tensor] = (),
+    mask_mod: MaskMod | str | None = None,
+    mask_mod_aux: Sequence[torch.Tensor] = (),
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -105,6 +143,8 @@ def attention(
         s'_{ij} = \text{softcap} \, \tanh(s_{ij} / \text{softcap})
             - \text{slope} \; |i + \text{seqlen}_k - \text{seqlen}_q - j| + \text{bias}_{ij}, \qquad
         \text{lse}_i = \ln \Big( e^{\text{sink}} + \sum_{j \in K(i)} e^{s'_{ij}} \Big)
+
+    A score_mod changes :math:`s'` after all this, one score at a time, and a mask_mod takes keys out of K(i).
 
     Dropout comes last: each :math:`e^{s_{ij} - \text{lse}_i}` is multiplied by :math:`z_{ij}`, 0 with probability dropout_p and else
     ``1 / (1 - dropout_p)``. lse is that of all the keys, dropped or not.
@@ -149,6 +189,17 @@ def attention(
             takes a key away, and a finite number, however low, does not: a row of nothing but the lowest is an average. bool: True attends,
             False is -inf. None is none. Differentiable: the gradient has its shape and dtype, summed in float32 along dimensions of size 1,
             without a copy as large as the sum's terms (one that was expanded is of the size it was expanded to: pass size 1 instead).
+        score_mod: what changes every score, a :class:`ScoreMod` or the name of one: of `flashattn.mods`, ``"softcap"``, ``"alibi"`` and
+            ``"relative_bias"`` (T5), or your own. A score that it makes -inf is taken away. Differentiable in q, k, v, sinks and bias if it
+            has a derivative; if it has none, the backward says so when it runs, unless it needs none (that of v). It runs in the
+            ``"portable"`` kernels and, its twin, in ``"eager"``. None is none.
+        mask_mod: what keeps keys, beside causal and window: a :class:`MaskMod` or the name of one: ``"documents"``, ``"prefix_lm"``, or
+        your
+            own. All keys that causal and window keep are walked, so it saves no time. None is none.
+        score_mod_aux, mask_mod_aux: the tensors that they read, as many as the records name, on q's device, of any shape, strides and dtype
+            but complex; other sizes, where 1 or a multiple of 16 becomes something else, compile kernels anew. Differentiable are those of
+            a score_mod that ``adds``, as ``"alibi"`` and ``"relative_bias"`` do: where one requires a gradient the call is one with a bias.
+            Others that require a gradient are refused.
         dropout_p: probability, 0 to 1, that a pair of a query and a key gives nothing; default 0.0, no dropout. It is up to the caller to
             pass 0.0 in evaluation. With 1.0 out is 0, and so are the gradients but those that come through lse.
         dropout_seed: what decides which pairs: an int, or an int64 tensor of two, (seed, offset), on q's device; an int is the seed with
@@ -183,8 +234,9 @@ def attention(
             (that synchronises), values of seqlens_k outside of 0 to seqlen_k, which else are taken for the nearest of these.
         TypeError: dtypes, non-tensors.
         NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; dropout of a DTensor; ``impl`` names a kernel that
-            can't run the call (with its reasons); a third derivative; a forward-mode one of a forward-mode one; with a bias or with dropout
-            any but the first in reverse.
+            can't run the call (with its reasons); a third derivative; a forward-mode one of a forward-mode one; with a bias, a mod or
+            dropout any but the first in reverse; a mod's aux that require a gradient; mods of a DTensor; in the backward, a score_mod
+            without a derivative.
 
     float32 products are IEEE float32 unless ``torch.backends.cuda.matmul`` allows tf32.
 
@@ -194,8 +246,11 @@ def attention(
     Tangents: Lu & Song 2024 (sCM), appendix on a flash attention with them.
     """
     dropout = dropout_p, dropout_seed, generator
+    mods = torch_ops.NO_MODS
+    if not (score_mod is None and mask_mod is None and score_mod_aux == () and mask_mod_aux == ()):
+        mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux)
     key = None
-    if seqlens_k is None:
+    if seqlens_k is None and mods is torch_ops.NO_MODS:
         key = torch_ops.key_of(
             q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks, bias, dropout
         )
@@ -208,9 +263,10 @@ def attention(
         check_layout(layout)
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
         check_seqlens_k(seqlens_k, q, q.shape[0])
+        bias, mods = _learned(q, k, bias, mods)
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, *dropout)
         seqlens_k = None if seqlens_k is None else seqlens_k.contiguous()
-        out, lse = torch_ops.attn_fwd(q, k, v, *extras, None, seqlens_k, None, None, *options)
+        out, lse = _call((q, k, v, *extras, None, seqlens_k, None, None, *options), mods)
         if key is not None:
             torch_ops.remember(key, q, k, v, options)
     if layout == "bhsd":
@@ -234,6 +290,10 @@ def attention_varlen(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    score_mod: ScoreMod | str | None = None,
+    score_mod_aux: Sequence[torch.Tensor] = (),
+    mask_mod: MaskMod | str | None = None,
+    mask_mod_aux: Sequence[torch.Tensor] = (),
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -255,6 +315,9 @@ def attention_varlen(
         max_seqlen_q, max_seqlen_k: an upper bound of the longest sequence in rows, or None. A hint for the order of work; results don't
             depend on it and no device synchronisation is needed without it. A tensor is accepted and not read.
         causal, window, softmax_scale, softcap, sinks, return_lse, deterministic, impl: as in :func:`attention`.
+        score_mod, score_mod_aux, mask_mod, mask_mod_aux: as in :func:`attention`; the batch that they are told is the number of the
+        sequence,
+            and positions are counted in it.
         dropout_p, dropout_seed, generator: as in :func:`attention`; sequence b has the mask of batch entry b.
         alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``, then those of each sequence; each has its own diagonal.
         bias: only None: the sequences of a packed call share no ``[seqlen_q, seqlen_k]``. NotImplementedError for another says what works.
@@ -277,7 +340,8 @@ def attention_varlen(
     )
     sequences = cu_seqlens_q.shape[0] - 1
     extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, dropout_seed, generator, sequences)
-    out, lse = torch_ops.attn_fwd(q, k, v, *extras, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options)
+    mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=True)
+    out, lse = _call((q, k, v, *extras, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options), mods)
     return (out, lse) if return_lse else out
 
 
@@ -297,6 +361,10 @@ def explain(
     alibi_slopes: torch.Tensor | None = None,
     sinks: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
+    score_mod: ScoreMod | str | None = None,
+    score_mod_aux: Sequence[torch.Tensor] = (),
+    mask_mod: MaskMod | str | None = None,
+    mask_mod_aux: Sequence[torch.Tensor] = (),
     dropout_p: float = 0.0,
     seqlens_k: torch.Tensor | None = None,
     layout: str = "bshd",
@@ -325,6 +393,7 @@ def explain(
                 raise ValueError(f"{name}={limit!r} without cu_seqlens: expected both cu_seqlens, or no {name}")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
         check_seqlens_k(seqlens_k, q, q.shape[0])
+        bias, mods = _learned(q, k, bias, _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux))
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p)
         cu_seqlens_k = seqlens_k
     else:
@@ -335,7 +404,8 @@ def explain(
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
         limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, sequences=cu_seqlens_q.shape[0] - 1)
+        mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=True)
     *options, impl = options
     options.append(torch_ops.aligned(q, k, v))
-    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras[:5])
+    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras[:5], mods)
     return torch_ops.explain(problem, impl, torch_ops.gpu_name(q.device) if gpu is None else gpu)

@@ -1,7 +1,7 @@
 """Tensors -> typed errors, before anything runs. Every message names the argument, what came and what was expected.
 
 Nothing here reads a value on the GPU, so nothing synchronises; with FLASHATTN_CHECK=1 lengths are read and validated (on the CPU they
-always are).
+always are). Over 300 lines, since every argument has its words here.
 """
 
 import math
@@ -156,6 +156,42 @@ def check_bias(bias, q, shape):
         such = f"as ({heads}, {rows}, {keys}) or ({batch}, 1, 1, {keys})"
         raise ValueError(f"bias has shape {tuple(bias.shape)}: expected {expected}, {such}")
     return bias[(None,) * (4 - bias.dim())] if bias.dim() < 4 else bias
+
+
+def check_mod(name, kind, mod, aux, q, packed=False):
+    """(key of a record or None, the tensors that it reads). kind: ScoreMod or MaskMod."""
+    if mod is None:
+        if aux is None or (isinstance(aux, (tuple, list)) and not aux):
+            return None, ()
+        raise ValueError(f"{name}_aux without {name}: expected both, or neither")
+    if isinstance(mod, str):
+        if mod not in kind.newest:
+            raise ValueError(f"{name}={mod!r}: expected a {kind.__name__} or the name of one, of {', '.join(sorted(kind.newest))}")
+        mod = kind.newest[mod]
+    if not isinstance(mod, kind):
+        raise TypeError(f"{name} is a {type(mod).__name__}: expected a flashattn.{kind.__name__}, the name of one, or None")
+    aux = () if aux is None else aux
+    if not isinstance(aux, (tuple, list)):
+        raise TypeError(f"{name}_aux is a {type(aux).__name__}: expected a tuple of tensors")
+    if len(aux) != len(mod.aux):
+        expected = f"{len(mod.aux)} ({', '.join(mod.aux)})" if mod.aux else "none"
+        raise ValueError(f"{name}_aux has {len(aux)} tensors: {name} {mod.name!r} reads {expected}")
+    for place, (tensor, which) in enumerate(zip(aux, mod.aux, strict=True)):
+        called = f"{name}_aux[{place}] ({which} of {mod.name!r})"
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{called} is a {type(tensor).__name__}: expected a torch.Tensor")
+        _check_strided(called, tensor)
+        if tensor.is_complex():
+            raise TypeError(f"{called} has dtype {tensor.dtype}: expected real or whole numbers or booleans")
+        if tensor.device != q.device:
+            raise ValueError(f"{called} is on {tensor.device} and q on {q.device}: expected one device")
+        if tensor.requires_grad and torch.is_grad_enabled() and (packed or not getattr(mod, "adds", False)):
+            only = "of a packed call " if packed else ""
+            instead = "" if packed else ", or as bias= what it adds to the scores (or say adds=True of a ScoreMod that only adds)"
+            raise NotImplementedError(f"the gradient of {called} {only}is not implemented: pass it detached{instead}")
+    if hasattr(q, "placements"):  # heads and entries of a shard are counted from its own first
+        raise NotImplementedError(f"{name} of a DTensor is not implemented: call attention with q.to_local() and so on")
+    return mod.key, tuple(aux)
 
 
 def refuse_packed_bias(bias) -> None:

@@ -28,6 +28,7 @@ from einops import rearrange
 from torch import Tensor
 
 from flashattn.dropout import head_keys, kept
+from flashattn.mods import MaskMod, ScoreMod, apply_score_mod, indices
 from flashattn.problem import Problem, check_lengths, check_used
 
 CHUNK_SCORES = 1 << 19  # float32 scores of one chunk: 2 MiB, so that the passes over it run in cache
@@ -47,6 +48,7 @@ def forward(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     rng: Tensor | None = None,
+    aux: Sequence[Tensor] = (),
     token: object = None,
 ) -> tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j and lse_i = ln (e^sink + sum_j e^(s_ij)), over the keys that `problem` keeps.
@@ -56,7 +58,8 @@ def forward(
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
     lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q]; bias: of a dense call,
     [batch, heads_q, seqlen_q, seqlen_k] with sizes of 1 for what is shared, any strides; rng: int64 [2], the seed and offset of dropout,
-    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout). cu_seqlens_k: where `problem` says used_k, the lengths of keys.
+    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout); aux: what the mods read, whose twins run. cu_seqlens_k: where
+    `problem` says used_k, the lengths of keys.
     Raises ValueError for cu_seqlens that fall or reach past the tensor, as lengths do. token is for launchers; nothing is launched here.
     """
     with _without_autocast(q.device):
@@ -65,16 +68,18 @@ def forward(
             lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
             for at, used in _same_used(k, cu_seqlens_k):
                 parts = q[at], k[at, :used], v[at, :used], _of_sequences(slopes, at), sinks, _of_used(bias, at, used)
-                out[at], lse[at] = _dense_forward(problem, *parts, _draw(problem, rng, at))
+                out[at], lse[at] = _dense_forward(problem, *parts, _draw(problem, rng, at), _mods(problem, aux, at, q.device))
             return out, lse
         if not problem.varlen:
-            return _dense_forward(problem, q, k, v, slopes, sinks, bias, _draw(problem, rng, range(problem.batch)))
+            given = _draw(problem, rng, range(problem.batch)), _mods(problem, aux, range(problem.batch), q.device)
+            return _dense_forward(problem, q, k, v, slopes, sinks, bias, *given)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             n = len(sequences)
             part_qkv = (_unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-            extras = _of_sequences(slopes, sequences), sinks, None, _draw(problem, rng, sequences)
+            given = _draw(problem, rng, sequences), _mods(problem, aux, sequences, q.device)
+            extras = _of_sequences(slopes, sequences), sinks, None, *given
             part, part_lse = _dense_forward(problem, *part_qkv, *extras)
             out[at_q] = part.flatten(0, 1)
             lse[:, at_q] = rearrange(part_lse, "n h s -> h (n s)")
@@ -97,6 +102,7 @@ def backward(
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
     rng: Tensor | None = None,
+    aux: Sequence[Tensor] = (),
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a loss that has gradient dout in out and dlse in lse:
 
@@ -104,13 +110,13 @@ def backward(
         dq_i = scale sum_j ds_ij k_j                 delta_i = sum_j p_ij dp_ij - dlse_i
         dk_j = scale sum_i ds_ij q_i
 
-    since d lse_i / d s_ij = p_ij; with a softcap ds is multiplied by 1 - tanh^2; with dropout, p_ij in the sum of dv_j, and dp_ij, have the
-    factor that p_ij had in out. A sink is a key of value 0 that every row sees, so its
-    gradient is -sum_i e^(sink - lse_i) delta_i; it is float32 and given for each batch entry, [batch, heads_q], or [1, heads_q] of a packed
-    call. That of a bias is p_ij (dp_ij - delta_i), summed in float32 along the dimensions in which it has size 1. dout, dlse: shaped like
-    out and lse, any strides, None for a gradient of zero. needs: which of dq, dk, dv, dsinks and dbias to compute; the others are None.
-    Gradients are contiguous, with the shape and dtype of their input, and exactly 0 for queries without keys, for keys that no query sees
-    and for rows past the last cu_seqlens.
+    since d lse_i / d s_ij = p_ij; a score_mod sends ds through the derivative of its twin, and a softcap multiplies it by 1 - tanh^2; with
+    dropout, p_ij in the sum of dv_j, and dp_ij, have the factor that p_ij had in out. A sink is a key of value 0 that every row sees, so
+    its gradient is -sum_i e^(sink - lse_i) delta_i; it is float32 and given for each batch entry, [batch, heads_q], or [1, heads_q] of a
+    packed call. That of a bias is p_ij (dp_ij - delta_i), summed in float32 along the dimensions in which it has size 1. dout, dlse: shaped
+    like out and lse, any strides, None for a gradient of zero. needs: which of dq, dk, dv, dsinks and dbias to compute; the others are
+    None. Gradients are contiguous, with the shape and dtype of their input, and exactly 0 for queries without keys, for keys that no query
+    sees and for rows past the last cu_seqlens.
 
     Source: Dao et al., FlashAttention (2022), appendix B.2; the gradient into lse follows from the line above.
     """
@@ -121,21 +127,24 @@ def backward(
             for at, used in _same_used(k, cu_seqlens_k):
                 part = (_at(dout, at), _at(dlse, at), q[at], k[at, :used], _at(v, at, used), _of_sequences(slopes, at), sinks)
                 part_bias = _of_used(bias if dbias is None else bias.float(), at, used)
-                *parts, part_dbias = _dense_backward(problem, needs, *part, part_bias, _draw(problem, rng, at))
+                given = part_bias, _draw(problem, rng, at), _mods(problem, aux, at, q.device)
+                *parts, part_dbias = _dense_backward(problem, needs, *part, *given)
                 _put(grads, parts, at, used)
                 if dbias is not None:
                     into = dbias[..., :used] if dbias.shape[3] > 1 else dbias
                     into[slice(None) if dbias.shape[0] == 1 else at] += part_dbias
             return (*grads, None if dbias is None else dbias.to(bias.dtype))
         if not problem.varlen:
-            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias, _draw(problem, rng, range(problem.batch)))
+            given = _draw(problem, rng, range(problem.batch)), _mods(problem, aux, range(problem.batch), q.device)
+            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias, *given)
         grads = _zero_gradients(problem, needs, q, k)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             n = len(sequences)
             part_dout = None if dout is None else _unpack(dout, at_q, n)
             part_dlse = None if dlse is None else rearrange(dlse[:, at_q], "h (n s) -> n h s", n=n)
             part_qkv = (None if x is None else _unpack(x, at, n) for x, at in ((q, at_q), (k, at_k), (v, at_k)))
-            extras = _of_sequences(slopes, sequences), sinks, None, _draw(problem, rng, sequences)
+            given = _draw(problem, rng, sequences), _mods(problem, aux, sequences, q.device)
+            extras = _of_sequences(slopes, sequences), sinks, None, *given
             *parts, dsinks, _ = _dense_backward(problem, needs, part_dout, part_dlse, *part_qkv, *extras)
             for grad, part, at in zip(grads, parts, (at_q, at_k, at_k), strict=False):
                 if grad is not None:
@@ -256,6 +265,7 @@ def _dense_forward(
     sinks: Tensor | None,
     bias: Tensor | None = None,
     draw: Draw | None = None,
+    mods: "_Mods | None" = None,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
@@ -269,12 +279,13 @@ def _dense_forward(
         for rows, keys in chunks:
             q_HMD = _fold(q[batch, rows, heads])
             extras = (*per_head, _bias_of(bias, groups, q.shape[0], batch, heads, rows, keys))
-            e_HMN, m_HM, l_HM, *_ = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
+            found = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k), _mods_at(mods, groups, batch, heads))
+            e_HMN, m_HM, l_HM, *_ = found
             if draw is not None:
                 _drop(problem, draw, groups, batch, heads, rows, keys, e_HMN)
             _unfold(torch.bmm(e_HMN, v_HNV[:, keys]).div_(l_HM), into=out_grouped[batch, rows, heads])
             lse_HM = m_HM + l_HM.log()
-            if bias is not None:
+            if problem.natural:
                 lse_HM = torch.where(m_HM == math.inf, math.inf, lse_HM)
             lse_chunk = lse_grouped[batch, heads, :, rows]
             lse_chunk.copy_(lse_HM.view(lse_chunk.shape))
@@ -293,6 +304,7 @@ def _dense_backward(
     sinks: Tensor | None,
     bias: Tensor | None = None,
     draw: Draw | None = None,
+    mods: "_Mods | None" = None,
 ) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks, _ = _zero_gradients(problem, needs, q, k)
     dbias = torch.zeros(bias.shape, device=q.device) if needs[4] else None
@@ -315,7 +327,9 @@ def _dense_backward(
         for rows, keys in chunks:
             q_HMD = _fold(q[batch, rows, heads])
             extras = (*per_head, _bias_of(bias, groups, q.shape[0], batch, heads, rows, keys))
-            scores = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k))
+            scores = _exp_scores(
+                problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k), _mods_at(mods, groups, batch, heads), derivative=True
+            )
             e_HMN, l_HM = scores.e_HMN, scores.l_HM
             # p = e / l; dividing the short rows of dout by l instead saves a pass over the scores
             dout_HMV = None if dout is None else _fold(dout[batch, rows, heads]) / l_HM
@@ -331,6 +345,8 @@ def _dense_backward(
                 continue
             dlse_HM = None if dlse is None else dlse[batch, heads, :, rows].reshape(l_HM.shape)
             ds_HMN, delta_HM = _score_gradient(scores, left_HMN, dout_HMV, None if v_HNV is None else v_HNV[:, keys], dlse_HM)
+            if scores.modified is not None:
+                ds_HMN = _before_score_mod(scores.modified, ds_HMN)
             if dbias is not None:
                 _add_bias_gradient(dbias, ds_HMN.unflatten(0, (-1, k[batch, :, heads].shape[2])), groups[1], batch, heads, rows, keys)
             if scores.tanh_HMN is not None:
@@ -338,7 +354,7 @@ def _dense_backward(
             if owed is not None:
                 owed_chunk = owed[batch, heads, :, rows]
                 owed_HM = (scores.sink_HM / l_HM).mul_(delta_HM).neg_()
-                if bias is not None:  # what comes for a row's lse may be anything where neither keys nor a sink have made it
+                if problem.takes_keys:  # what comes for a row's lse may be anything where neither keys nor a sink have made it
                     owed_HM.masked_fill_(scores.sink_HM == 0, 0.0)
                 owed_chunk.copy_(owed_HM.view(owed_chunk.shape))
             if dq is not None:
@@ -554,7 +570,8 @@ def _drop(problem: Problem, draw: Draw, groups, batch: slice, heads: slice, rows
 
 class _Scores(NamedTuple):
     """e = e^(s - m) with 0 where masked, the maximum m and the sum l of e of each row: p = e / l and lse = m + ln l. sink: e^(sink - m),
-    in l too. tanh: of a softcap. keyless: with a bias, rows that it leaves no key; where there is no sink either, l is 1 and m -inf."""
+    in l too. tanh: of a softcap. keyless: with a bias or mods, rows that they leave no key; with no sink either, l is 1 and m -inf.
+    modified: what a score_mod was given and what it made of it, [b, h group, m, n], with the graph of its twin between them."""
 
     e_HMN: Tensor
     m_HM: Tensor
@@ -562,19 +579,33 @@ class _Scores(NamedTuple):
     sink_HM: Tensor | None
     tanh_HMN: Tensor | None
     keyless_HM: Tensor | None
+    modified: tuple[Tensor, Tensor] | None = None
+
+
+class _Mods(NamedTuple):
+    """Of a call, and, as `_mods_at` gives them, of a block of heads. where: batch entries and heads, as twins take them."""
+
+    score: ScoreMod | None
+    mask: MaskMod | None
+    score_aux: tuple[Tensor, ...]
+    mask_aux: tuple[Tensor, ...]
+    sequences: Tensor
+    heads: slice = slice(None)
 
 
 def _exp_scores(
-    problem: Problem, q_HMD: Tensor, k_HND: Tensor, rows: slice, keys: slice, extras: tuple[Tensor | None, ...], diagonal: int, aligned: int
-) -> _Scores:
+    problem: Problem, q_HMD: Tensor, k_HND: Tensor, rows: slice, keys: slice, extras: tuple[Tensor | None, ...],
+    diagonal: int, aligned: int, mods: _Mods | None = None, derivative: bool = False,
+) -> _Scores:  # fmt: skip
     """The scale is applied to s - m, not to the scores: large scores that are close to each other then lose nothing by it. Only its sign
     has to be known earlier, for the maximum; but what is added to scores, or compared with them, is in their units. e is taken as a power
     of 2 because the exp of the math library under torch is up to 70 times slower where the result underflows, and masked scores do nothing
-    else. Every row here has a key, so l is at least 1, unless a bias takes all of them away.
+    else. Every row here has a key, so l is at least 1, unless a bias or a mod takes all of them away. derivative: keep what it takes.
     """
     slopes, sinks, bias = extras
     scale, tanh_HMN, sink_HM = problem.softmax_scale, None, None
-    in_units = problem.alibi or problem.sinks or bias is not None
+    in_units = problem.alibi or problem.sinks or problem.natural
+    modified = None
     factor, magnitude = (math.copysign(1.0, scale), abs(scale)) if scale else (0.0, 1.0)
     if problem.softcap:
         factor, magnitude = problem.inner, problem.softcap
@@ -594,6 +625,9 @@ def _exp_scores(
     if bias is not None:
         s_bhgmn = s_grouped.unflatten(0, bias.shape[:2])
         s_bhgmn.masked_fill_(~bias, -math.inf) if bias.dtype == torch.bool else s_bhgmn.add_(bias)
+    if mods is not None:
+        s_HMN, modified = _modified(mods, s_HMN, problem.group, rows, keys, derivative)
+        s_grouped = s_HMN.unflatten(1, (problem.group, -1))
     i = row + diagonal
     # only the columns that some row of the chunk may not see: at either end, about as many as the chunk has rows
     if problem.window_right is not None:
@@ -605,20 +639,76 @@ def _exp_scores(
         j = torch.arange(keys.start, max(keys.start, last), device=q_HMD.device)
         s_grouped[..., : len(j)].masked_fill_(j < i - problem.window_left, -math.inf)
     m_HM = s_HMN.amax(dim=-1, keepdim=True)
-    keyless_HM = None if bias is None else m_HM == -math.inf
+    keyless_HM = m_HM == -math.inf if problem.takes_keys else None
     if sinks is not None:
         m_grouped = m_HM.view(-1, *sinks.shape[:-1], len(row))  # [b, h, group, m]
         m_HM = torch.maximum(m_grouped, sinks).view(m_HM.shape)
-    if bias is not None:
+    if problem.takes_keys:
         m_HM = m_HM.masked_fill(m_HM == -math.inf, 0.0)
     if sinks is not None:
         sink_HM = torch.exp(sinks - m_HM.view(m_grouped.shape)).view(m_HM.shape)
     e_HMN = s_HMN.sub_(m_HM).mul_(magnitude * LOG2_E).exp2_()
     l_HM = e_HMN.sum(dim=-1, keepdim=True)
     l_HM = l_HM if sink_HM is None else l_HM + sink_HM
-    if bias is not None:
+    if problem.takes_keys:
         m_HM, l_HM = m_HM.masked_fill(l_HM == 0, -math.inf), l_HM.masked_fill(l_HM == 0, 1.0)
-    return _Scores(e_HMN, m_HM * magnitude, l_HM, sink_HM, tanh_HMN, keyless_HM)
+    return _Scores(e_HMN, m_HM * magnitude, l_HM, sink_HM, tanh_HMN, keyless_HM, modified)
+
+
+def _mods(problem: Problem, aux: Sequence[Tensor], sequences: Sequence[int], device: torch.device) -> _Mods | None:
+    """sequences: their numbers, which a mod is told."""
+    if problem.score_mod is None and problem.mask_mod is None:
+        return None
+    score = None if problem.score_mod is None else ScoreMod.records[problem.score_mod]
+    mask = None if problem.mask_mod is None else MaskMod.records[problem.mask_mod]
+    count = 0 if score is None else len(score.aux)
+    return _Mods(score, mask, tuple(aux[:count]), tuple(aux[count:]), torch.tensor(sequences, dtype=torch.int64, device=device))
+
+
+def _mods_at(mods: _Mods | None, groups: tuple[int, int], batch: slice, heads: slice) -> _Mods | None:
+    """Of a block of batch entries and key/value heads."""
+    if mods is None:
+        return None
+    _, group = groups
+    return mods._replace(sequences=mods.sequences[batch], heads=slice(heads.start * group, min(heads.stop, groups[0]) * group))
+
+
+def _modified(mods: _Mods, s_HMN: Tensor, group: int, rows: slice, keys: slice, derivative: bool):
+    """(scores that are nobody else's, masked; what `_Scores` has of the score_mod)."""
+    device, modified = s_HMN.device, None
+    row, key = (torch.arange(side.start, side.stop, device=device) for side in (rows, keys))
+    where = indices(mods.sequences, mods.heads, row, key)
+    s_bhmn = s_HMN.view(len(mods.sequences), -1, len(row), len(key))  # heads of a group are neighbours
+    if mods.score is not None:
+        with _recording() if derivative else contextlib.nullcontext():
+            before = s_bhmn.detach().requires_grad_(derivative)
+            after = apply_score_mod(mods.score, before, where, mods.score_aux)
+        modified = (before, after) if derivative else None
+        s_bhmn = after.detach().clone(memory_format=torch.contiguous_format)
+    if mods.mask is not None:
+        s_bhmn = s_bhmn.masked_fill_(~mods.mask.twin(*where, *mods.mask_aux), -math.inf)
+    return s_bhmn.view(s_HMN.shape), modified
+
+
+def _before_score_mod(modified: tuple[Tensor, Tensor], ds_HMN: Tensor) -> Tensor:
+    """The gradient of what a score_mod was given. Where none comes none goes on, whatever the derivative is there."""
+    before, after = modified
+    ds = ds_HMN.view(before.shape)
+    if not after.requires_grad:  # it knows nothing of the scores
+        return torch.zeros_like(ds_HMN)
+    with _recording():
+        (found,) = torch.autograd.grad(after, before, ds, allow_unused=True)
+    return torch.zeros_like(ds_HMN) if found is None else found.masked_fill(ds == 0, 0.0).view(ds_HMN.shape)
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[None]:
+    """Autograd, below which operators run, for what is inside."""
+    excluded = torch._C._dispatch_tls_local_exclude_set()
+    for key in (torch._C.DispatchKey.AutogradFunctionality, torch._C.DispatchKey.AutogradOther, torch._C.DispatchKey.ADInplaceOrView):
+        excluded = excluded.remove(key)
+    with torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), excluded), torch.enable_grad():
+        yield
 
 
 def _score_gradient(

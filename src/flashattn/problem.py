@@ -33,6 +33,7 @@ class Problem:
     used_k: each batch entry of a dense call has its own number of keys, at most seqlen_k, from the first on.
     bias: dtype of the additive bias, "bool" of a mask; None without. bias_dims: the dimensions along which it differs, of "bhqk" (batch
     entries, query heads, queries, keys); those of size 1 and expanded ones are left out.
+    score_mod, mask_mod: keys of mods (mods.py), None without. mod_aux: (dtype, shape) of the tensors that they read, in this order.
     device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
     """
 
@@ -64,6 +65,19 @@ class Problem:
     bias_dims: str = ""
     dropout: float = 0.0
     used_k: bool = False
+    score_mod: str | None = None
+    mask_mod: str | None = None
+    mod_aux: tuple[tuple[str, tuple[int, ...]], ...] = ()
+
+    @property
+    def natural(self) -> bool:
+        """Whether scores are in natural units, see kernels/common/score.py; others' are in base 2."""
+        return bool(self.bias or self.score_mod)
+
+    @property
+    def takes_keys(self) -> bool:
+        """Whether any row may be left without keys by more than its position."""
+        return bool(self.bias or self.score_mod or self.mask_mod)
 
     @property
     def group(self) -> int:

@@ -11,7 +11,7 @@ are overwritten afterwards: `masked_fill` passes no gradient back through what i
 """
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -20,6 +20,7 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from flashattn.dropout import dropout_mask
+from flashattn.mods import MaskMod, ScoreMod, apply_score_mod, indices
 from flashattn.problem import canonical_dropout, canonical_window, default_scale
 
 
@@ -98,26 +99,33 @@ def attention_reference(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     bias: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    score_mod_aux: Sequence[Tensor] = (),
+    mask_mod: MaskMod | None = None,
+    mask_mod_aux: Sequence[Tensor] = (),
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     seqlens_k: Tensor | list[int] | None = None,
     layout: str = "bshd",
     return_lse: bool = False,
+    first_entry: int = 0,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j,   p_ij = e^(s_ij - lse_i),   lse_i = ln (e^sink + sum_j e^(s_ij))   over the kept keys j, where
 
         s_ij = softcap tanh(scale q_i . k_j / softcap) - slope |i + seqlen_k - seqlen_q - j| + bias_ij
 
+    Then the twin of a score_mod changes s_ij, and that of a mask_mod says which j are kept beside those of causal and window.
     With dropout, p_ij is multiplied by keep_ij / (1 - dropout_p), where keep is `dropout_mask` of the seed; lse is not touched.
 
     A row without keys gives out 0, lse -inf (or its sink) and exactly zero gradients in q, k, v and bias; a key whose bias is -inf, or
-    False, is none.
+    False, or whose score a score_mod makes -inf, is none.
 
     q [batch, seqlen_q, heads_q, head_dim], k [batch, seqlen_k, heads_kv, head_dim], v [batch, seqlen_k, heads_kv, head_dim_v]; with
     layout="bhsd" the two middle dimensions are swapped. Query head h reads key/value head h // (heads_q // heads_kv).
     causal: False, True (bottom-right) or "top-left"; window: (left, right), see `keep_mask`. softmax_scale: default 1 / sqrt(head_dim).
     softcap: None or 0 for none. alibi_slopes: [heads_q] or [batch, heads_q], None for 0. sinks: [heads_q], None for -inf. bias: broadcast
-    to [batch, heads_q, seqlen_q, seqlen_k]; of booleans True is 0 and False -inf; None for 0.
+    to [batch, heads_q, seqlen_q, seqlen_k]; of booleans True is 0 and False -inf; None for 0. score_mod, mask_mod: records, with the
+    tensors that they read; first_entry: the number of the first batch entry, as they are told it.
     seqlens_k: [batch], how many keys each batch entry has, from the first on: as if the others weren't there.
     dropout_seed: int, or int64 (seed, offset); or the mask itself, bool [batch, heads_q, seqlen_q, seqlen_k], True where a pair is kept.
     Returns out [batch, seqlen_q, heads_q, head_dim_v] (in the order of `layout`) and with return_lse also lse, natural logarithm,
@@ -134,6 +142,7 @@ def attention_reference(
         q, k, v = (rearrange(x, "b h s d -> b s h d") for x in (q, k, v))
     if seqlens_k is not None:
         options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
+        options |= {"score_mod": score_mod, "score_mod_aux": score_mod_aux, "mask_mod": mask_mod, "mask_mod_aux": mask_mod_aux}
         extras = alibi_slopes, bias, dropout_p, dropout_seed
         out, lse = _of_used_keys(q, k, v, torch.as_tensor(seqlens_k).tolist(), *extras, **options)
         out = rearrange(out, "b s h e -> b h s e") if layout == "bhsd" else out
@@ -144,8 +153,17 @@ def attention_reference(
 
     keep = keep_mask(q.shape[1], k.shape[1], causal=causal, window=window, device=q.device)
     attended = keep if bias is None else keep & (bias if bias.dtype == torch.bool else bias != -math.inf)
+    scores = attention_scores(q, k, scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias)
+    entries, row, key = (torch.arange(size, device=q.device) for size in (q.shape[0], q.shape[1], k.shape[1]))
+    where = indices(entries + first_entry, slice(0, q.shape[2]), row, key)
+    if score_mod is not None:
+        scores = apply_score_mod(score_mod, scores, where, score_mod_aux)
+        attended = attended & (scores != -math.inf)
+    if mask_mod is not None:
+        keep = (keep & mask_mod.twin(*where, *mask_mod_aux)).expand(scores.shape)
+        attended = attended & keep
     empty = ~attended.any(dim=-1)  # [seqlen_q], or with a bias [..., seqlen_q] of as many dimensions as it has
-    scores = attention_scores(q, k, scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias).masked_fill(~keep, -math.inf)
+    scores = scores.masked_fill(~keep, -math.inf)
     nothing = empty[..., None]  # neither a key nor a sink
     if sinks is not None:  # one more key, of value 0
         column = repeat(sinks.to(q.dtype), "h -> b h i 1", b=q.shape[0], i=q.shape[1])
@@ -180,7 +198,7 @@ def _of_used_keys(q, k, v, lengths: list[int], alibi_slopes, bias, dropout_p, dr
             sizes = q.shape[0], q.shape[2], q.shape[1], k.shape[1]
             mask = dropout_seed if is_mask else dropout_mask(dropout_p, dropout_seed, *sizes, device=q.device)
             own |= {"dropout_p": dropout_p, "dropout_seed": mask[n : n + 1, ..., :used]}
-        out, lse = attention_reference(q[n : n + 1], k[n : n + 1, :used], v[n : n + 1, :used], **own, return_lse=True)
+        out, lse = attention_reference(q[n : n + 1], k[n : n + 1, :used], v[n : n + 1, :used], **own, return_lse=True, first_entry=n)
         outs.append(out)
         lses.append(lse)
     if not outs:
@@ -234,6 +252,10 @@ def attention_varlen_reference(
     softcap: float | None = None,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    score_mod_aux: Sequence[Tensor] = (),
+    mask_mod: MaskMod | None = None,
+    mask_mod_aux: Sequence[Tensor] = (),
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | list[Tensor] | None = None,
     return_lse: bool = False,
@@ -241,16 +263,17 @@ def attention_varlen_reference(
     """Packed sequences, each alone: rows cu_seqlens_q[n] : cu_seqlens_q[n + 1] of q see rows cu_seqlens_k[n] : cu_seqlens_k[n + 1] of k, v.
 
     q [total_q, heads_q, head_dim], k [total_k, heads_kv, head_dim], v [total_k, heads_kv, head_dim_v]; options as in
-    `attention_reference`, the diagonal being each sequence's own, and dropout that of batch entry n in sequence n (or
-    dropout_seed is a list of masks). Returns out [total_q, heads_q, head_dim_v] and with return_lse also lse [heads_q, total_q]. Rows past
-    the last cu_seqlens give out 0, lse -inf and zero gradients whatever they hold.
+    `attention_reference`, the diagonal being each sequence's own, as are the positions that mods are told, and dropout that of batch entry
+    n in sequence n (or dropout_seed is a list of masks). Returns out [total_q, heads_q, head_dim_v] and with return_lse also lse [heads_q,
+    total_q]. Rows past the last cu_seqlens give out 0, lse -inf and zero gradients whatever they hold.
     """
     cu_q, cu_k = (torch.as_tensor(cu).tolist() for cu in (cu_seqlens_q, cu_seqlens_k))
     if len(cu_q) != len(cu_k):
         raise ValueError(f"cu_seqlens_q has {len(cu_q)} entries and cu_seqlens_k has {len(cu_k)}: expected batch + 1 in both")
     outs, lses = [], []
     options = {"causal": causal, "window": window, "softmax_scale": softmax_scale, "softcap": softcap, "sinks": sinks}
-    options["dropout_p"] = dropout_p
+    options |= {"dropout_p": dropout_p, "score_mod": score_mod, "score_mod_aux": score_mod_aux}
+    options |= {"mask_mod": mask_mod, "mask_mod_aux": mask_mod_aux}
     for n, ((q0, q1), (k0, k1)) in enumerate(zip(pairwise(cu_q), pairwise(cu_k), strict=True)):
         alone = (x[None, a:b] for x, a, b in ((q, q0, q1), (k, k0, k1), (v, k0, k1)))
         slopes = alibi_slopes[n] if alibi_slopes is not None and alibi_slopes.dim() == 2 else alibi_slopes
@@ -258,7 +281,7 @@ def attention_varlen_reference(
             is_masks = isinstance(dropout_seed, list)
             sizes = n + 1, q.shape[1], q1 - q0, k1 - k0
             options["dropout_seed"] = dropout_seed[n] if is_masks else dropout_mask(dropout_p, dropout_seed, *sizes, device=q.device)[n:]
-        out, lse = attention_reference(*alone, **options, alibi_slopes=slopes, return_lse=True)
+        out, lse = attention_reference(*alone, **options, alibi_slopes=slopes, return_lse=True, first_entry=n)
         outs.append(out[0])
         lses.append(lse[0])
     tail = q.shape[0] - cu_q[-1]

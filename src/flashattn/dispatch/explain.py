@@ -57,6 +57,8 @@ class Explanation:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
         variants = [f"softcap {p.softcap:g}"] * bool(p.softcap) + ["ALiBi"] * p.alibi + _bias_of(p) + ["sinks"] * p.sinks
         lines += [f"  scores with {', '.join(variants)}"] if variants else []
+        of_mods = [f"{what} {getattr(p, what)!r}" for what in ("score_mod", "mask_mod") if getattr(p, what)]
+        lines += [f"  with {' and '.join(of_mods)}, kept pairs counted without what it keeps"] if of_mods else []
         lines += [f"  dropout of {p.dropout:g}"] if p.dropout else []
         choices = [(f"kernel of the {direction}", kernel, self.passed_over[direction]) for direction, kernel in self.kernels.items()]
         (_, forward, why), (_, backward, why_backward), (_, tangent, _) = choices

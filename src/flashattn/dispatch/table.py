@@ -82,8 +82,8 @@ def portable_reasons(problem: Problem, direction: str) -> list[str]:
 
 def _kinds(problem: Problem) -> tuple[str, ...]:
     """Which special rows serve a problem, the last first: "padded" head dims are no power of two, rows of "unaligned" ones start at no
-    multiple of 16 bytes; an "open" problem masks nothing and groups no heads; a "biased" one has a bias."""
-    biased = ("biased",) * bool(problem.bias)
+    multiple of 16 bytes; an "open" problem masks nothing and groups no heads; a "biased" one has a bias or a mod."""
+    biased = ("biased",) * problem.takes_keys
     dims, lengths = (problem.head_dim, problem.head_dim_v), (problem.seqlen_q, problem.seqlen_k)
     if any(padded_head_dim(dim) != dim for dim in dims):
         return (*biased, "padded", "unaligned") if any(dim * problem.itemsize % 16 for dim in dims) else (*biased, "padded")
@@ -136,6 +136,7 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
     if problem.used_k:
         found.append("lengths of keys (seqlens_k): every batch entry has all of its keys here")
+    found += [f"a {what}: the portable kernels run it" for what in ("score_mod", "mask_mod") if getattr(problem, what)]
     if problem.alibi and problem.top_left:
         found.append("ALiBi beside a top-left diagonal: it counts both from one diagonal")
     if not problem.aligned:

@@ -33,14 +33,17 @@ class Seqlens(NamedTuple):
 class Extras(NamedTuple):
     """What scores take besides the products, in float32. Unused members are None, which leaves the kernel without any as it was.
 
-    inner: factor of the products, signed: scale / softcap with a softcap; otherwise, with ALiBi, scale * log2 e, and with a bias scale.
-    slopes: of ALiBi, in natural units, a pointer to [heads_q] (slopes_stride_b 0) or [batch, heads_q] (heads_q); what `score` is given has
-    the slope of a head there instead, a number in the units of scores: Extras(extras.inner, slope_of_head(...), None, None, extras.cap).
-    sinks: a pointer to [heads_q], in natural units, read by the forward alone. cap: the softcap in the units of scores, where something is
-    added to what it bounds. bias: a pointer to [batch, heads_q, rows of q, rows of k] with strides in elements, 0 for what is shared; what
-    a loop is given starts at its head (`bias_of_head`) and has no stride_b and stride_h. A mask of booleans comes as bytes.
+    inner: factor of the products, signed: scale / softcap with a softcap; otherwise, with ALiBi, scale * log2 e, and in natural units
+    scale. slopes: of ALiBi, in natural units, a pointer to [heads_q] (slopes_stride_b 0) or [batch, heads_q] (heads_q); what `score` is
+    given has the slope of a head there instead, a number in the units of scores: Extras(extras.inner, slope_of_head(...), None, None,
+    extras.cap). sinks: a pointer to [heads_q], in natural units, read by the forward alone. cap: the softcap in the units of scores, where
+    something is added to what it bounds. bias: a pointer to [batch, heads_q, rows of q, rows of k] with strides in elements, 0 for what is
+    shared; what a loop is given starts at its head (`bias_of_head`) and has no stride_b and stride_h. A mask of booleans comes as bytes.
 
     Of dropout, which is no score: rng, a pointer to int64 (seed, offset); dropout, its probability; rescale, 1 / (1 - dropout), or 0.
+
+    score_aux, mask_aux: tuples of `Aux`, what a score_mod and a mask_mod were given. sequence, head: where a loop is, for them: Extras(...,
+    None, None, None, extras.score_aux, extras.mask_aux, sequence, head).
     """
 
     inner: object = None
@@ -56,6 +59,18 @@ class Extras(NamedTuple):
     rng: object = None
     dropout: object = None
     rescale: object = None
+    score_aux: object = None
+    mask_aux: object = None
+    sequence: object = None
+    head: object = None
+
+
+class Aux(NamedTuple):
+    """A tensor that a mod reads, see common/mods.py. Sizes and strides, in elements, are those of its dimensions."""
+
+    ptr: object
+    shape: tuple
+    strides: tuple
 
 
 class Spec(NamedTuple):
@@ -66,7 +81,7 @@ class Spec(NamedTuple):
     right: bool  # the window has a right limit (causal: 0)
     top_left: bool
     ragged: bool  # the walked side may end inside a tile
-    sign: int  # of the softmax scale; 1 with a softcap, ALiBi or a bias, where `Extras.inner` has it
+    sign: int  # of the softmax scale; 1 with a softcap, ALiBi, a bias or a score_mod, where `Extras.inner` has it
     prescaled: bool  # plain float32: the scale goes into an operand, and then the largest probability of a row is exactly 1
     tf32: bool
     grouped: bool  # several query heads share a key/value head; False in a forward, which doesn't ask
@@ -78,7 +93,8 @@ class Spec(NamedTuple):
     dropout: bool = False
     sinks: bool = False  # False in a backward, where lse says it all
     scores_move: bool = False  # q or k has a tangent
-    bias: int = 0  # none, or ADDED or KEPT of common/score.py: scores are then in natural units, others' in base 2
+    bias: int = 0  # none, or ADDED or KEPT of common/score.py
+    natural: bool = False  # with a bias or a score_mod scores are in natural units, others' in base 2
 
 
 class Tile(NamedTuple):

@@ -23,7 +23,8 @@ HERE = object()
 
 
 class Pointers(NamedTuple):
-    """Place in the arguments of `count` pointers. members: of a tuple, HERE where one of them stands. like: a TensorDescriptor's."""
+    """Place in the arguments of `count` pointers. members: of a tuple, HERE where one of them stands, in tuples inside of it too. like: a
+    TensorDescriptor's."""
 
     place: int
     count: int
@@ -60,6 +61,21 @@ _met: dict[tuple, bool] = {}  # addresses that came once
 _relaunches = KNOWN[0] <= tuple(map(int, triton.__version__.split(".")[:2])) <= KNOWN[1]
 
 
+def _emptied(arg):
+    """An argument with HERE in the place of each tensor in it."""
+    if isinstance(arg, tuple):
+        return tuple(map(_emptied, arg))
+    return HERE if isinstance(arg, torch.Tensor) else arg
+
+
+def _places(arg) -> int:
+    return sum(map(_places, arg)) if isinstance(arg, tuple) else int(arg is HERE)
+
+
+def _filled(members: tuple, following) -> tuple:
+    return tuple(_filled(x, following) if isinstance(x, tuple) else next(following) if x is HERE else x for x in members)
+
+
 def _launch(compiled, grid, args) -> Launch:
     """Without the tensors, which would live as long as this does."""
     pointers, kept = [], list(args)
@@ -67,10 +83,10 @@ def _launch(compiled, grid, args) -> Launch:
         if hasattr(arg, "block_shape"):
             pointers.append(Pointers(place, 1, None, Described(0, arg)))
         else:
-            members = [HERE if isinstance(member, torch.Tensor) else member for member in (arg if isinstance(arg, tuple) else (arg,))]
-            count = members.count(HERE)
+            members = _emptied(arg)
+            count = _places(members)
             if count:
-                pointers.append(Pointers(place, count, tuple(members) if isinstance(arg, tuple) else None, None))
+                pointers.append(Pointers(place, count, members if isinstance(arg, tuple) else None, None))
         if pointers and pointers[-1].place == place:
             kept[place] = None
     return Launch(compiled, (grid[0], 1, 1), tuple(kept), pointers)
@@ -80,7 +96,7 @@ def _with_pointers(launch: Launch, addresses: list[int]) -> list:
     args, following = list(launch.args), iter(addresses)
     for place, _, members, like in launch.pointers:
         if members is not None:
-            args[place] = tuple(next(following) if member is HERE else member for member in members)
+            args[place] = _filled(members, following)
         else:
             args[place] = next(following) if like is None else Described(next(following), like)
     return args

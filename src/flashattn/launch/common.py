@@ -10,7 +10,8 @@ import torch
 
 from ..dispatch.table import padded_head_dim
 from ..kernels.common.score import ADDED, KEPT
-from ..kernels.structs import Extras, Spec, Tile, View
+from ..kernels.structs import Aux, Extras, Spec, Tile, View
+from ..mods import MaskMod, ScoreMod, device_function
 from ..problem import Problem
 
 WAVE_BYTES = 32 << 20  # what the heads of a wave share should fit in half of Hopper's L2
@@ -38,7 +39,7 @@ def view_of(tensor) -> View:
 
 def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_dv=False) -> Spec:
     """The variant to compile. Nothing in a forward depends on `grouped`, nor in a backward on `sinks`: there they say nothing."""
-    plain = not problem.softcap and not problem.alibi and not problem.bias
+    plain = not problem.softcap and not problem.alibi and not problem.natural
     return Spec(
         varlen=problem.varlen,
         left=problem.window_left is not None,
@@ -56,6 +57,7 @@ def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_d
         dropout=problem.dropout > 0,
         sinks=forward and problem.sinks,
         bias=0 if not problem.bias else KEPT.value if problem.bias == "bool" else ADDED.value,
+        natural=problem.natural,
     )
 
 
@@ -85,7 +87,7 @@ def totals(problem: Problem) -> tuple[int, int]:
 
 def scale_log2(problem: Problem) -> float:
     """The factor of raw scores: see kernels/common/score.py."""
-    if problem.bias:
+    if problem.natural:
         return LOG2_E
     if problem.alibi:
         return 1.0
@@ -99,21 +101,40 @@ def tangent_scale(problem: Problem) -> float:
     return problem.softmax_scale / scale_log2(problem) if prescaled else problem.softmax_scale
 
 
-def extras_of(problem: Problem, slopes, sinks=None, bias=None, rng=None) -> Extras:
-    """slopes and sinks are float32 and contiguous, or None; bias as `as_bytes` gives it; rng: int64 [2], contiguous, or None."""
+def extras_of(problem: Problem, slopes, sinks=None, bias=None, rng=None, aux=()) -> Extras:
+    """slopes and sinks are float32 and contiguous, or None; bias as `as_bytes` gives it; rng: int64 [2], contiguous, or None. aux: what the
+    score_mod and the mask_mod read, one behind the other, as `as_bytes` gives it."""
     inner = cap = stride = None
-    unit = 1.0 if problem.bias else LOG2_E
+    unit = 1.0 if problem.natural else LOG2_E
     if problem.softcap:
         inner = problem.inner
-    elif problem.alibi or problem.bias:
+    elif problem.alibi or problem.natural:
         inner = problem.softmax_scale * unit
     if problem.alibi:
         stride = problem.heads_q if slopes.dim() == 2 else 0
-    if problem.softcap and (problem.alibi or problem.bias):
+    if problem.softcap and (problem.alibi or problem.natural):
         cap = problem.softcap * unit
     of_bias = [None] * 4 if bias is None else bias_strides(bias)
     dropout = (None, None) if rng is None else (problem.dropout, problem.rescale)
-    return Extras(inner, slopes, stride, sinks, cap, bias, *of_bias, rng, *dropout)
+    of_mods = [None, None]
+    if aux:
+        found, of_score = [Aux(x, tuple(x.shape), x.stride()) for x in aux], len(aux_names(problem)[0])
+        of_mods = [tuple(some) or None for some in (found[:of_score], found[of_score:])]
+    return Extras(inner, slopes, stride, sinks, cap, bias, *of_bias, rng, *dropout, *of_mods)
+
+
+def aux_names(problem: Problem) -> list[tuple[str, ...]]:
+    """Of the tensors that the score_mod reads, and of those of the mask_mod."""
+    keys = (ScoreMod, problem.score_mod), (MaskMod, problem.mask_mod)
+    return [() if key is None else kind.records[key].aux for kind, key in keys]
+
+
+def mods_of(problem: Problem, gradient: bool = True) -> list:
+    """SCORE_MOD, with `gradient` SCORE_GRAD, and MASK_MOD of a kernel: device functions, or None."""
+    score = None if problem.score_mod is None else ScoreMod.records[problem.score_mod]
+    mask = None if problem.mask_mod is None else MaskMod.records[problem.mask_mod]
+    functions = (score and score.forward, *((score and score.backward,) if gradient else ()), mask and mask.keep)
+    return [device_function(function) for function in functions]
 
 
 def bias_strides(bias) -> list[int]:
@@ -155,15 +176,17 @@ def results(problem: Problem, q):
 
 
 def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> bool:
-    """A bias may leave any row nothing, else a dense diagonal tells. Lengths are on the GPU, so any limit may leave a row nothing, unless
-    one tensor serves both sides.
+    """A bias or a mod may leave any row nothing, else a dense diagonal tells. Lengths are on the GPU, so any limit may leave a row nothing,
+    unless one tensor serves both sides.
 
     Rows of sequences without any key count only where there are sinks: no tile visits them, but the gradient of the sinks sums over them.
     """
+    if problem.takes_keys:
+        return True
     if problem.varlen:
         limited = problem.sinks or problem.window_left is not None or problem.window_right is not None
         return limited and cu_seqlens_q.data_ptr() != cu_seqlens_k.data_ptr()
-    if problem.bias or (problem.sinks and not problem.seqlen_k):
+    if problem.sinks and not problem.seqlen_k:
         return True
     if problem.used_k:
         return problem.sinks or problem.window_left is not None or problem.window_right is not None

@@ -157,8 +157,10 @@ def _lse_without_keys(problem: Problem, lse, cu_seqlens_q, sinks):
     return lse
 
 
-def forward(problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, rng=None, token=None):
-    """(out, lse) of attention. slopes, sinks, bias, rng, token: see portable.forward."""
+def forward(
+    problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, rng=None, aux=(), token=None
+):
+    """(out, lse) of attention. slopes, sinks, bias, rng, token: see portable.forward; aux is none, since these kernels take no mods."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)

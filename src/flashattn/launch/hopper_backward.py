@@ -210,7 +210,7 @@ def _launch_all(problem: Problem, config: HopperBackwardConfig, needs, dout, dls
 
 def backward(
     problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None,
-    rng=None,
+    rng=None, aux=(),
 ):
     """(dq, dk, dv, dsinks, dbias): see portable.backward. There is no bias, and dbias is None."""
     q, k, lse = contiguous_rows(q), contiguous_rows(k), lse.contiguous()

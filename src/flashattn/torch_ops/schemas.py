@@ -14,7 +14,7 @@ import torch
 
 from ..checks import check_cu_seqlens_values, check_seqlens_k_values
 from ..dispatch.select import launcher, select
-from .describe import aligned, describe
+from .describe import NO_MODS, aligned, describe
 
 LIBRARY = torch.library.Library("flashattn", "DEF")
 _EXTRAS = "Tensor? alibi_slopes, Tensor? sinks"
@@ -22,10 +22,10 @@ _OPTIONS = (
     "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, SymInt? max_seqlen_q, SymInt? max_seqlen_k, float softmax_scale, "
     "SymInt? window_left, SymInt? window_right, bool top_left, bool deterministic, str? impl"
 )
-_ALL = f"{_EXTRAS}, Tensor? bias, float softcap, float dropout_p, Tensor? rng, {_OPTIONS}"
-LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {_ALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
+ALL = f"{_EXTRAS}, Tensor? bias, float softcap, float dropout_p, Tensor? rng, {_OPTIONS}"
+LIBRARY.define(f"attn_fwd(Tensor q, Tensor k, Tensor v, {ALL}) -> (Tensor, Tensor)", tags=(torch.Tag.pt2_compliant_tag,))
 LIBRARY.define(
-    f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {_ALL}, "
+    f"attn_bwd(Tensor? dout, Tensor? dlse, Tensor q, Tensor k, Tensor? v, Tensor? out, Tensor lse, int head_dim_v, {ALL}, "
     "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
@@ -52,30 +52,32 @@ def _check_rng(problem, rng) -> None:
         raise ValueError(f"dropout_p={problem.dropout:g} with an rng that is {came}: expected int64 of shape (2,), seed and offset")
 
 
-def forward(q, k, v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest):
+def forward(q, k, v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *rest,
+            mods=NO_MODS):  # fmt: skip
+    """mods: (score_mod, mask_mod, what they read), see modded.py."""
     *options, impl = rest
     if cu_seqlens_q is not None:
         check_cu_seqlens_values(q, k, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     elif cu_seqlens_k is not None:
         check_seqlens_k_values(k, cu_seqlens_k)
     extras = alibi_slopes, sinks, bias, softcap, dropout_p
-    problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v), extras)
+    problem = describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *options, aligned(q, k, v), extras, mods)
     rng = rng if problem.dropout else None
     _check_rng(problem, rng)
     run = launcher(select(problem, "forward", impl).launch).forward
-    return run(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, *_contiguous(alibi_slopes, sinks), bias, *_contiguous(rng))
+    return run(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, *_contiguous(alibi_slopes, sinks), bias, *_contiguous(rng), mods[2])
 
 
-def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, *rest):
+def backward(dout, dlse, q, k, v, out, lse, head_dim_v, alibi_slopes, sinks, bias, softcap, dropout_p, rng, *rest, mods=NO_MODS):
     *options, impl, need_dq, need_dk, need_dv, need_dsinks, need_dbias = rest
     extras = alibi_slopes, sinks, bias, softcap, dropout_p
-    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v), extras)
+    problem = describe(q, k, head_dim_v, *options, aligned(q, k, k if v is None else v), extras, mods)
     rng = rng if problem.dropout else None
     _check_rng(problem, rng)
     run = launcher(select(problem, "backward", impl).launch).backward
     needs = need_dq, need_dk, need_dv, need_dsinks, need_dbias
     given = *options[:2], *_contiguous(alibi_slopes, sinks), bias, *_contiguous(rng)
-    gradients = run(problem, needs, dout, dlse, q, k, v, out, lse, *given)
+    gradients = run(problem, needs, dout, dlse, q, k, v, out, lse, *given, mods[2])
     return tuple(q.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
 

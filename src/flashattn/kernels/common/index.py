@@ -113,6 +113,12 @@ def step(index, stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
+def existing(first, rows, BLOCK: tl.constexpr):
+    """Positions of a tile as mods are given them: past the end the last one again, so that what they read by it is there."""
+    return tl.minimum(first + tl.arange(0, BLOCK), rows - 1)
+
+
+@triton.jit
 def rows_pointer(view, entry, head, row, ALIGN: tl.constexpr):
     """Pointer to element 0 of a row."""
     return view.ptr + (step(entry, view.stride_b, ALIGN) + step(head, view.stride_h, ALIGN) + step(row, view.stride_n, ALIGN))

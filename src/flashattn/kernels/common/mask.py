@@ -19,6 +19,14 @@ def keep_mask(q_pos, k_pos, inside, left, right, SPEC: tl.constexpr):
 
 
 @triton.jit
+def mod_keeps(x, other, extras, q_idx, kv_idx, MASK_MOD: tl.constexpr):
+    """x of a tile where a mask_mod keeps the pair, else `other`. q_idx, kv_idx: of `index.existing`."""
+    if MASK_MOD is not None:
+        x = tl.where(MASK_MOD(extras.sequence, extras.head, q_idx, kv_idx, extras.mask_aux), x, other)
+    return x
+
+
+@triton.jit
 def first_kept(position, before):
     """The first key that a row at this position keeps, if there is a limit; with the limits exchanged, the first row that keeps a key."""
     return position - before

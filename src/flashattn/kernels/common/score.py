@@ -1,5 +1,5 @@
-"""The score order, once, and its reverse: s = scale * q.k -> cap * tanh(s / cap) -> - slope * |distance| -> + bias; keep-mask and softmax
-come after.
+"""The score order, once, and its reverse: s = scale * q.k -> cap * tanh(s / cap) -> - slope * |distance| -> + bias -> score_mod; keep-mask
+and softmax come after.
 
 What the plain call multiplies with afterwards is not multiplied in here: the softmax takes exp2(s * scale_log2 - shift), one fused
 multiply-add an element, where scale_log2 > 0 so that a maximum of raw scores is a maximum of scaled ones. Raw scores and their factor are
@@ -9,6 +9,7 @@ multiply-add an element, where scale_log2 > 0 so that a maximum of raw scores is
     ALiBi     inner * q.k  or  cap_log2 * tanh(inner * q.k),
               - slope log2 e * |distance|                            1
     bias      the same without log2 e, + bias                        log2 e   of what is left when the maximum has been subtracted
+    score_mod what it makes of the same without log2 e               log2 e   as with a bias
 
 A bias is in natural units because log2 e times the lowest number is no number: a row of nothing else is an average, and one of -inf is
 empty. So what is added stays as it came, and the softmax subtracts before it multiplies, as many instructions as to convert every number.
@@ -53,7 +54,7 @@ def slope_of_head(extras, sequence, batch, head, SPEC: tl.constexpr):
     """The slope of a head in the units of scores; 0 without ALiBi and for rows past the end of a packed batch, where sequence == batch."""
     if SPEC.alibi:
         slope = tl.load(extras.slopes + (sequence * extras.slopes_stride_b + head), mask=sequence < batch, other=0.0)
-        if not SPEC.bias:
+        if not SPEC.natural:
             slope = slope * LOG2E
     else:
         slope = 0.0
@@ -65,7 +66,7 @@ def sink_of_head(extras, sequence, batch, head, SPEC: tl.constexpr):
     """The sink of a head in the units of scores; -inf, which is none, without sinks and for rows past the end of a packed batch."""
     if SPEC.sinks:
         sink = tl.load(extras.sinks + head, mask=sequence < batch, other=float("-inf"))
-        if not SPEC.bias:
+        if not SPEC.natural:
             sink = sink * LOG2E
     else:
         sink = float("-inf")
@@ -99,7 +100,7 @@ def capped(qk, extras, SPEC: tl.constexpr, FAST: tl.constexpr = False):
     s = qk
     if SPEC.softcap:
         s = tanh(qk * extras.inner, FAST)
-    elif SPEC.alibi or SPEC.bias:
+    elif SPEC.alibi or SPEC.natural:
         s = qk * extras.inner
     elif SPEC.sign != 1:
         s = s * SPEC.sign
@@ -110,7 +111,7 @@ def capped(qk, extras, SPEC: tl.constexpr, FAST: tl.constexpr = False):
 def biased(t, extras, distance, bias, SPEC: tl.constexpr):
     """The second half of `score`."""
     s = t
-    if SPEC.softcap and (SPEC.alibi or SPEC.bias):
+    if SPEC.softcap and (SPEC.alibi or SPEC.natural):
         s = s * extras.cap
     if SPEC.alibi:
         s = s - extras.slopes * tl.abs(distance)
@@ -126,6 +127,24 @@ def score(qk, extras, distance, bias, SPEC: tl.constexpr, FAST: tl.constexpr = F
     """Raw scores of products. extras: its `slopes` is `slope_of_head`. distance: float32 q_pos - k_pos of a tile; None without ALiBi. bias:
     of a tile, as it is in memory; None without."""
     return biased(capped(qk, extras, SPEC, FAST), extras, distance, bias, SPEC)
+
+
+@triton.jit
+def modified(s, extras, q_idx, kv_idx, SCORE_MOD: tl.constexpr):
+    """What a score_mod makes of natural scores. q_idx, kv_idx: of `index.existing`, broadcast to the tile either way round."""
+    if SCORE_MOD is not None:
+        s = SCORE_MOD(s, extras.sequence, extras.head, q_idx, kv_idx, extras.score_aux).to(tl.float32)
+    return s
+
+
+@triton.jit
+def modified_gradient(ds, s, extras, q_idx, kv_idx, SCORE_GRAD: tl.constexpr):
+    """The reverse of `modified`; s: what it was given. Where nothing came back nothing goes on, whatever the derivative is there (0 * inf
+    of a key that is masked)."""
+    if SCORE_GRAD is not None:
+        ds_before = SCORE_GRAD(ds, s, extras.sequence, extras.head, q_idx, kv_idx, extras.score_aux).to(tl.float32)
+        ds = tl.where(ds == 0.0, 0.0, ds_before)
+    return ds
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """The online softmax in base 2, and the probabilities rebuilt from the log-sum-exp.
 
-m is the running maximum of scores in base-2 units, l the running sum of exp2(score - m), both per query row; with a bias (score.py) scores
-and m are natural, and l the sum of exp2((score - m) log2 e). The surprising fact: m must
+m is the running maximum of scores in base-2 units, l the running sum of exp2(score - m), both per query row; with a bias or a score_mod
+(score.py) scores and m are natural, and l the sum of exp2((score - m) log2 e). The surprising fact: m must
 be kept as the rounded product that is subtracted. Kept in raw units, exp2(m * scale - shift) is a fused multiply-add that gives the
 rounding error of the product instead of 0, and a row whose maximum does not change drifts by a constant factor with every tile.
 Method: Milakov & Gimelshein 2018, section 3; Dao 2023 (FlashAttention-2), section 3.1.
@@ -17,7 +17,7 @@ LN2: tl.constexpr = tl.constexpr(0.6931471805599453)
 @triton.jit
 def raise_maximum(s_MN, m_M, scale_log2, SPEC: tl.constexpr):
     """The running maximum after a tile of raw scores."""
-    if SPEC.bias:
+    if SPEC.natural:
         m_new_M = tl.maximum(m_M, tl.max(s_MN, 1))
     else:
         m_new_M = tl.maximum(m_M, tl.max(s_MN, 1) * scale_log2)
@@ -35,7 +35,7 @@ def finite_shift(m_M):
 @triton.jit
 def power(s_MN, shift_M, scale_log2, SPEC: tl.constexpr):
     """e^(score - shift) of raw scores. shift: finite, in the units of the running maximum."""
-    if SPEC.bias:
+    if SPEC.natural:
         p_MN = tl.math.exp2((s_MN - shift_M[:, None]) * scale_log2)
     else:
         p_MN = tl.math.exp2(s_MN * scale_log2 - shift_M[:, None])
@@ -45,7 +45,7 @@ def power(s_MN, shift_M, scale_log2, SPEC: tl.constexpr):
 @triton.jit
 def rescaling(m_M, shift_M, scale_log2, SPEC: tl.constexpr):
     """e^(m - shift) of the maximum before."""
-    if SPEC.bias:
+    if SPEC.natural:
         alpha_M = tl.math.exp2((m_M - shift_M) * scale_log2)
     else:
         alpha_M = tl.math.exp2(m_M - shift_M)
@@ -65,7 +65,7 @@ def softmax_step(s_MN, m_M, l_M, scale_log2, SPEC: tl.constexpr):
 @triton.jit
 def natural_lse(m_M, l_M, SPEC: tl.constexpr):
     """The natural log-sum-exp of finished rows; a row without a key gives -inf, and one with a bias of +inf gives that."""
-    if SPEC.bias:
+    if SPEC.natural:
         lse_M = tl.where(m_M == float("inf"), m_M, m_M + tl.math.log2(l_M) * LN2)
     else:
         lse_M = (m_M + tl.math.log2(l_M)) * LN2

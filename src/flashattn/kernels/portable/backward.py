@@ -5,8 +5,10 @@ as exp(score - lse). With dp = dO v^T and delta = rowsum(dO * out) - dlse, the g
     dV = p^T dO,   dK = scale * ds^T q,   dQ = scale * ds k    (with a softcap ds takes its derivative first, see common/score.py).
 The gradient of lse enters through delta alone, because d lse / d score is p as well. A sink is in lse, so none is asked for here.
 With dropout, out is made of z p, where z is 0 or 1 / (1 - dropout): so dV takes z p for p, and ds takes z dp for dp. delta is as ever.
+A score_mod sends ds through its own derivative, before the softcap's.
 Method: Dao et al. 2022 (FlashAttention), appendix B.4; Dao 2023 (FlashAttention-2), algorithm 2. The dK/dV pass works on transposed
-tiles [N, M], so that p^T and ds^T are left operands straight from registers.
+tiles [N, M], so that p^T and ds^T are left operands straight from registers. Over 300 lines, since its two
+large passes say the same of a tile and of its transpose, which one reads side by side.
 """
 
 import triton
@@ -14,9 +16,9 @@ import triton.language as tl
 
 from ..common.bounds import key_range, query_range
 from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
-from ..common.index import head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
-from ..common.mask import keep_mask
-from ..common.score import bias_of_head, biased, capped, load_bias, score_gradient, score_weight, slope_of_head
+from ..common.index import existing, head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
+from ..common.mask import keep_mask, mod_keeps
+from ..common.score import bias_of_head, biased, capped, load_bias, modified, modified_gradient, score_gradient, score_weight, slope_of_head
 from ..common.softmax import LOG2E, probabilities, probabilities_of_biased
 from ..structs import SIZES, Extras
 from .profile import delta_metadata, dkdv_metadata, dq_metadata
@@ -47,15 +49,17 @@ def attn_bwd_delta(out, dout, dlse, delta, total_q, batch, heads_q, TILE: tl.con
 
 @triton.jit
 def gather_dkdv(
-    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, extras, words, place, first_head, group, q_start, rows_q, rows_k, total_q, n0,
-    diagonal, aligned, visit, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    dk_ND, dv_NV, k_ND, v_NV, q, dout, lse, delta, extras, words, place, first_head, group, sides, n0, diagonal,
+    aligned, visit, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both.
 
-    words: `sequence_words` of dropout. place: (batch entry, sequence, batch). visit: (lo, full_lo, full_hi, hi). aligned: the diagonal's
-    offset as ALiBi has it.
+    words: `sequence_words` of dropout. place: (batch entry, sequence, batch). sides: (first row, rows, keys, rows of all). visit: (lo,
+    full_lo, full_hi, hi). aligned: the diagonal's offset as ALiBi has it.
     """
     entry, sequence, batch = place
+    q_start, rows_q, rows_k, total_q = sides
     lo, full_lo, full_hi, hi = visit
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -66,7 +70,7 @@ def gather_dkdv(
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
     # with dP behind the scores the compiler keeps an operand of it in registers, 300 bytes more than there are
     DP_FIRST: tl.constexpr = not SPEC.need_dv and k_ND.dtype == tl.float32
-    LSE_ROWS: tl.constexpr = 2 if SPEC.bias else 1
+    LSE_ROWS: tl.constexpr = 2 if SPEC.natural else 1
     tl.assume(q.stride_n >= 0)  # as torch's all are; untold, the compiler keeps their signs in registers, of which it has none to spare
     tl.assume(dout.stride_n >= 0)
     length = hi - lo
@@ -89,20 +93,29 @@ def gather_dkdv(
         of_head = Extras(
             extras.inner, slope, None, None, extras.cap,
             bias_of_head(extras, entry, first_head + member, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
+            None, None, None, extras.score_aux, extras.mask_aux, sequence, first_head + member,
         )  # fmt: skip
         t_NM = capped(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), of_head, SPEC)
         distance_NM = None
         if SPEC.alibi:
             row_M = m0 + aligned - n0 + tl.arange(0, BLOCK_M)
             distance_NM = row_M.to(tl.float32)[None, :] - tl.arange(0, BLOCK_N).to(tl.float32)[:, None]
+        bias_NM = None
         if SPEC.bias:
             row_M = m0 + tl.arange(0, BLOCK_M)
             bias_NM = load_bias(of_head, row_M[None, :], (n0 + tl.arange(0, BLOCK_N))[:, None], rows_q, rows_k, True)
+        if SPEC.natural:
             rest_M = load_row(lse_first + total_q, rows, BLOCK_M, SPEC.ragged)
-            s_NM = biased(t_NM, of_head, distance_NM, bias_NM, SPEC)
-            p_NM = probabilities_of_biased(s_NM, lse_M[None, :], rest_M[None, :], scale_log2)
+        s_NM = biased(t_NM, of_head, distance_NM, bias_NM, SPEC)
+        q_idx, kv_idx = None, None
+        if SCORE_MOD is not None or MASK_MOD is not None:
+            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[None, :], existing(n0, rows_k, BLOCK_N)[:, None]
+        final_NM = modified(s_NM, of_head, q_idx, kv_idx, SCORE_MOD)
+        if SPEC.natural:
+            p_NM = probabilities_of_biased(final_NM, lse_M[None, :], rest_M[None, :], scale_log2)
         else:
-            p_NM = probabilities(biased(t_NM, of_head, distance_NM, None, SPEC), (lse_M * LOG2E)[None, :], scale_log2)
+            p_NM = probabilities(final_NM, (lse_M * LOG2E)[None, :], scale_log2)
+        p_NM = mod_keeps(p_NM, 0.0, of_head, q_idx, kv_idx, MASK_MOD)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (m0 < full_lo) | (m0 >= full_hi):
                 row_M = m0 + tl.arange(0, BLOCK_M)
@@ -127,6 +140,7 @@ def gather_dkdv(
             if SPEC.dropout:
                 dp_NM = tl.where(kept_NM, dp_NM, 0.0) * extras.rescale
             ds_NM = score_gradient(weight_NM, dp_NM, delta_M[None, :])
+            ds_NM = modified_gradient(ds_NM, s_NM, of_head, q_idx, kv_idx, SCORE_GRAD)
             dk_ND = tl.dot(ds_NM.to(q_MD.dtype), q_MD, dk_ND, input_precision=PRECISION)
     return dk_ND, dv_NV
 
@@ -134,7 +148,7 @@ def gather_dkdv(
 @triton.jit(do_not_specialize=SIZES, launch_metadata=dkdv_metadata)
 def attn_bwd_dkdv(
     q, k, v, dout, lse, delta, dk, dv, seqlens, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
-    SPEC: tl.constexpr, TILE: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr = None, SCORE_GRAD: tl.constexpr = None, MASK_MOD: tl.constexpr = None,
 ):  # fmt: skip
     """dK and dV of one block of keys of one key/value head, summed over the query heads that read it. Not needed: None."""
     BLOCK_M: tl.constexpr = TILE.m
@@ -151,8 +165,8 @@ def attn_bwd_dkdv(
     if n0 < rows_k:
         diagonal = 0 if SPEC.top_left else rows_k - rows_q
         group = heads_q // heads_kv
-        if SPEC.bias:
-            lse_first = head_pointer(lse, entry, head_kv * group, heads_q, 2 * total_q)
+        if SPEC.natural:
+            lse_first = head_pointer(lse, entry, head_kv * group, heads_q, 2 * total_q) + q_start
         else:
             lse_first = head_pointer(lse, entry, head_kv * group, heads_q, total_q) + q_start
         delta_first = lse_first
@@ -174,7 +188,8 @@ def attn_bwd_dkdv(
         visit = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dk_ND, dv_NV = gather_dkdv(
             dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, extras, words, (entry, sequence, batch), head_kv * group, group,
-            q_start, rows_q, rows_k, total_q, n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
+            (q_start, rows_q, rows_k, total_q), n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
+            SCORE_MOD, SCORE_GRAD, MASK_MOD,
         )  # fmt: skip
         if SPEC.need_dk:
             dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
@@ -189,11 +204,12 @@ def attn_bwd_dkdv(
 @triton.jit
 def gather_dq(
     dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, extras, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, visit,
-    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr,
+    MASK_MOD: tl.constexpr,
 ):  # fmt: skip
-    """Add what the keys [lo, hi) give to dQ of a block of query rows. aligned_M: positions as ALiBi has them. lse_M: in base 2; with a bias
-    this and rest_M are what `attn_bwd_shifts` gave. draw: as in the forward, and what is kept is multiplied with. visit: (lo, full_lo,
-    full_hi, hi)."""
+    """Add what the keys [lo, hi) give to dQ of a block of query rows. aligned_M: positions as ALiBi has them. lse_M: in base 2; of natural
+    scores this and rest_M are what `attn_bwd_shifts` gave. draw: as in the forward, and what is kept is multiplied with. visit: (lo,
+    full_lo, full_hi, hi)."""
     lo, full_lo, full_hi, hi = visit
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -211,13 +227,20 @@ def gather_dq(
         distance_MN = None
         if SPEC.alibi:
             distance_MN = (aligned_M - n0).to(tl.float32)[:, None] - tl.arange(0, BLOCK_N).to(tl.float32)[None, :]
+        bias_MN = None
         if SPEC.bias:
             row_M, key_N = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
             bias_MN = load_bias(extras, row_M[:, None], key_N[None, :], rows_q, rows_k, SPEC.ragged)
-            s_MN = biased(t_MN, extras, distance_MN, bias_MN, SPEC)
-            p_MN = probabilities_of_biased(s_MN, lse_M[:, None], rest_M[:, None], scale_log2)
+        s_MN = biased(t_MN, extras, distance_MN, bias_MN, SPEC)
+        q_idx, kv_idx = None, None
+        if SCORE_MOD is not None or MASK_MOD is not None:
+            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N)[None, :]
+        final_MN = modified(s_MN, extras, q_idx, kv_idx, SCORE_MOD)
+        if SPEC.natural:
+            p_MN = probabilities_of_biased(final_MN, lse_M[:, None], rest_M[:, None], scale_log2)
         else:
-            p_MN = probabilities(biased(t_MN, extras, distance_MN, None, SPEC), lse_M[:, None], scale_log2)
+            p_MN = probabilities(final_MN, lse_M[:, None], scale_log2)
+        p_MN = mod_keeps(p_MN, 0.0, extras, q_idx, kv_idx, MASK_MOD)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
@@ -229,6 +252,7 @@ def gather_dq(
             columns_N = column_keys(draw[1], n0 + tl.arange(0, BLOCK_N))
             dp_MN = tl.where(kept(draw[0][:, None], columns_N[None, :], draw[2]), dp_MN, 0.0) * draw[3]
         ds_MN = score_gradient(weight_MN, dp_MN, delta_M[:, None])
+        ds_MN = modified_gradient(ds_MN, s_MN, extras, q_idx, kv_idx, SCORE_GRAD)
         dq_MD = tl.dot(ds_MN.to(k_ND.dtype), k_ND, dq_MD, input_precision=PRECISION)
     return dq_MD
 
@@ -236,7 +260,7 @@ def gather_dq(
 @triton.jit(do_not_specialize=SIZES, launch_metadata=dq_metadata)
 def attn_bwd_dq(
     q, k, v, dout, lse, delta, dq, seqlens, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale, scale_log2,
-    SPEC: tl.constexpr, TILE: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr = None, SCORE_GRAD: tl.constexpr = None, MASK_MOD: tl.constexpr = None,
 ):  # fmt: skip
     """dQ of one block of query rows of one head."""
     BLOCK_M: tl.constexpr = TILE.m
@@ -262,7 +286,7 @@ def attn_bwd_dq(
         q_MD = load_tile(tile_pointers(q, q_base, BLOCK_M, BLOCK_D, TILE.align), rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D, True)
         do_MV = load_tile(tile_pointers(dout, do_base, BLOCK_M, BLOCK_DV, TILE.align), rows_q - m0, HEAD_DIM_V, BLOCK_M, BLOCK_DV, True)
         rest_M = None
-        if SPEC.bias:
+        if SPEC.natural:
             lse_first = head_pointer(lse, entry, head, heads_q, 2 * total_q) + row
             lse_M = load_row(lse_first, rows_q - m0, BLOCK_M, True)
             rest_M = load_row(lse_first + total_q, rows_q - m0, BLOCK_M, True)
@@ -278,6 +302,7 @@ def attn_bwd_dq(
         of_head = Extras(
             extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
             bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
+            None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
         )  # fmt: skip
         draw = None
         if SPEC.dropout:
@@ -286,7 +311,7 @@ def attn_bwd_dq(
         visit = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         dq_MD = gather_dq(
             dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, of_head, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, 
-            visit, scale_log2, left, right, SPEC, TILE,
+            visit, scale_log2, left, right, SPEC, TILE, SCORE_MOD, SCORE_GRAD, MASK_MOD,
         )  # fmt: skip
         dq_base = rows_pointer(dq, entry, head, row, TILE.align)
         store_tile(tile_pointers(dq, dq_base, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)

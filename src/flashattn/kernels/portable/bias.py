@@ -1,4 +1,5 @@
-"""What only calls with a bias need beside the backward: what to subtract from their scores, and the gradient of the bias.
+"""What calls with natural scores need beside the backward: what to subtract from scores with a bias or a score_mod, and the gradient of a
+bias.
 
 Legend: M query rows, N keys, D query/key dim, V value dim. Dense calls alone have a bias.
 
@@ -12,9 +13,20 @@ import triton.language as tl
 
 from ..common.bounds import key_range, query_range
 from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
-from ..common.index import head_pointer, load_row, load_tile, program_tile, rows_pointer, step, tile_pointers, wide
-from ..common.mask import keep_mask
-from ..common.score import bias_of_head, biased, capped, load_bias, score, score_gradient, sink_of_head, slope_of_head
+from ..common.index import existing, head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, tile_pointers, wide
+from ..common.mask import keep_mask, mod_keeps
+from ..common.score import (
+    bias_of_head,
+    biased,
+    capped,
+    load_bias,
+    modified,
+    modified_gradient,
+    score,
+    score_gradient,
+    sink_of_head,
+    slope_of_head,
+)
 from ..common.softmax import probabilities_of_biased, softmax_step
 from ..structs import SIZES, Extras
 from .profile import dbias_metadata, shifts_metadata
@@ -23,7 +35,10 @@ FAR: tl.constexpr = tl.constexpr(4096.0)  # where lse is rounded to 2^-12, and s
 
 
 @triton.jit
-def maximum_and_sum(q_MD, k, k_base, extras, sink, m0, rows_q, rows_k, scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr):
+def maximum_and_sum(
+    q_MD, k, k_base, extras, sink, m0, rows_q, rows_k, scale_log2, left, right,
+    SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
+):  # fmt: skip
     """(m, l) of a block of rows, as the forward makes them."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
@@ -38,8 +53,11 @@ def maximum_and_sum(q_MD, k, k_base, extras, sink, m0, rows_q, rows_k, scale_log
         k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, TILE.head_dim, BLOCK_N, TILE.block_d, True)
         k_pos_N = n0 + tl.arange(0, BLOCK_N)
         distance_MN = ((row_M + (rows_k - rows_q))[:, None] - k_pos_N[None, :]).to(tl.float32) if SPEC.alibi else None
-        bias_MN = load_bias(extras, row_M[:, None], k_pos_N[None, :], rows_q, rows_k, True)
+        bias_MN = load_bias(extras, row_M[:, None], k_pos_N[None, :], rows_q, rows_k, True) if SPEC.bias else None
         s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, distance_MN, bias_MN, SPEC)
+        if SCORE_MOD is not None or MASK_MOD is not None:
+            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N)[None, :]
+            s_MN = mod_keeps(modified(s_MN, extras, q_idx, kv_idx, SCORE_MOD), float("-inf"), extras, q_idx, kv_idx, MASK_MOD)
         keep = keep_mask((row_M + diagonal)[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
         _p_MN, _alpha_M, m_M, l_M = softmax_step(tl.where(keep, s_MN, float("-inf")), m_M, l_M, scale_log2, SPEC)
     return m_M, l_M
@@ -47,38 +65,42 @@ def maximum_and_sum(q_MD, k, k_base, extras, sink, m0, rows_q, rows_k, scale_log
 
 @triton.jit(do_not_specialize=SIZES, launch_metadata=shifts_metadata)
 def attn_bwd_shifts(
-    q, k, lse, shifts, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale_log2,
-    SPEC: tl.constexpr, TILE: tl.constexpr,
+    q, k, lse, shifts, seqlens, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale_log2,
+    SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr = None, MASK_MOD: tl.constexpr = None,
 ):  # fmt: skip
-    """shifts [batch, heads_q, 2, rows], float32: a shift and a rest with p = e^(score - shift) 2^-rest.
+    """shifts [batch, heads_q, 2, rows], float32 (packed: [heads_q, 2, total_q]): a shift and a rest with p = e^(score - shift) 2^-rest.
 
     lse and 0; the maximum and log2 of the sum where |lse| >= FAR; +inf, with which each p is 0, for a row without keys.
     """
     BLOCK_M: tl.constexpr = TILE.m
-    slot, _, lane = program_tile(total_q, batch, heads_q, wave, BLOCK_M, False)
-    head = lane % heads_q
-    entry = lane // heads_q
-    m0 = slot * BLOCK_M
+    slot, _, lane = program_tile(total_q, batch, heads_q, wave, BLOCK_M, SPEC.varlen)
+    tile, entry, head, q_start, rows_q, k_start, rows_k, sequence = locate(
+        slot, lane, heads_q, seqlens.cu_q, seqlens.cu_k, BLOCK_M, total_q, total_k, batch, SPEC.varlen
+    )
+    m0 = tile * BLOCK_M
     offs_m = tl.arange(0, BLOCK_M)
-    inside = offs_m < total_q - m0
-    lse_M = load_row(head_pointer(lse, entry, head, heads_q, total_q) + m0, total_q - m0, BLOCK_M, True)
+    inside = offs_m < rows_q - m0
+    lse_M = load_row(head_pointer(lse, entry, head, heads_q, total_q) + q_start + m0, rows_q - m0, BLOCK_M, True)
     far_M = (tl.abs(lse_M) >= FAR) & (tl.abs(lse_M) < float("inf"))
     shift_M = tl.where(lse_M == float("-inf"), float("inf"), lse_M)
     rest_M = tl.zeros([BLOCK_M], tl.float32)
     if tl.max(far_M.to(tl.int32), 0) > 0:
         of_head = Extras(
-            extras.inner, slope_of_head(extras, entry, batch, head, SPEC), None, None, extras.cap,
+            extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
             bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
+            None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
         )  # fmt: skip
-        q_base = rows_pointer(q, entry, head, m0, TILE.align)
-        k_base = rows_pointer(k, entry, head // (heads_q // heads_kv), 0, TILE.align)
+        q_base = rows_pointer(q, entry, head, q_start + m0, TILE.align)
+        k_base = rows_pointer(k, entry, head // (heads_q // heads_kv), k_start, TILE.align)
         q_pointers = tile_pointers(q, q_base, BLOCK_M, TILE.block_d, TILE.align)
-        q_MD = load_tile(q_pointers, total_q - m0, TILE.head_dim, BLOCK_M, TILE.block_d, True)
-        sink = sink_of_head(extras, entry, batch, head, SPEC)
-        m_M, l_M = maximum_and_sum(q_MD, k, k_base, of_head, sink, m0, total_q, total_k, scale_log2, left, right, SPEC, TILE)
+        q_MD = load_tile(q_pointers, rows_q - m0, TILE.head_dim, BLOCK_M, TILE.block_d, True)
+        sink = sink_of_head(extras, sequence, batch, head, SPEC)
+        m_M, l_M = maximum_and_sum(
+            q_MD, k, k_base, of_head, sink, m0, rows_q, rows_k, scale_log2, left, right, SPEC, TILE, SCORE_MOD, MASK_MOD
+        )
         shift_M = tl.where(far_M, m_M, shift_M)
         rest_M = tl.where(far_M, tl.math.log2(l_M), rest_M)
-    pointers = head_pointer(shifts, entry, head, heads_q, 2 * total_q) + m0 + offs_m
+    pointers = head_pointer(shifts, entry, head, heads_q, 2 * total_q) + q_start + m0 + offs_m
     tl.store(pointers, shift_M, mask=inside)
     tl.store(pointers + total_q, rest_M, mask=inside)
 
@@ -127,6 +149,7 @@ def write_bias_gradient(acc_MN, dbias, lane, m0, n0, total_q, total_k, SHARED: t
 def attn_bwd_dbias(
     q, k, v, dout, shifts, delta, dbias, extras, total_q, total_k, batch, heads_q, heads_kv, left, right, scale_log2, splits,
     SPEC: tl.constexpr, SHARED: tl.constexpr, TILE: tl.constexpr,
+    SCORE_MOD: tl.constexpr = None, SCORE_GRAD: tl.constexpr = None, MASK_MOD: tl.constexpr = None,
 ):  # fmt: skip
     """A tile of the gradient of a bias, p (dp - delta) summed over what shares it, or the split-th part of that sum.
 
@@ -184,10 +207,19 @@ def attn_bwd_dbias(
         delta_M = load_row(head_pointer(delta, entry, head, heads_q, total_q) + m0, rows, BLOCK_M, SPEC.ragged)
         row_M = m0 + tl.arange(0, BLOCK_M)
         key_N = n0 + tl.arange(0, BLOCK_N)
-        of_head = Extras(extras.inner, slope_of_head(extras, entry, batch, head, SPEC), None, None, extras.cap)
+        of_head = Extras(
+            extras.inner, slope_of_head(extras, entry, batch, head, SPEC), None, None, extras.cap,
+            None, None, None, None, None, None, None, None, extras.score_aux, extras.mask_aux, entry, head,
+        )  # fmt: skip
         distance_MN = ((row_M + (total_k - total_q))[:, None] - key_N[None, :]).to(tl.float32) if SPEC.alibi else None
         t_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), of_head, SPEC)
-        p_MN = probabilities_of_biased(biased(t_MN, of_head, distance_MN, bias_MN, SPEC), shift_M[:, None], rest_M[:, None], scale_log2)
+        s_MN = biased(t_MN, of_head, distance_MN, bias_MN, SPEC)
+        q_idx, kv_idx = None, None
+        if SCORE_MOD is not None or MASK_MOD is not None:
+            q_idx, kv_idx = existing(m0, total_q, BLOCK_M)[:, None], existing(n0, total_k, BLOCK_N)[None, :]
+        final_MN = modified(s_MN, of_head, q_idx, kv_idx, SCORE_MOD)
+        p_MN = probabilities_of_biased(final_MN, shift_M[:, None], rest_M[:, None], scale_log2)
+        p_MN = mod_keeps(p_MN, 0.0, of_head, q_idx, kv_idx, MASK_MOD)
         if SPEC.ragged or SPEC.left or SPEC.right:
             inside = (row_M < total_q)[:, None] & (key_N < total_k)[None, :]
             p_MN = tl.where(keep_mask((row_M + diagonal)[:, None], key_N[None, :], inside, left, right, SPEC), p_MN, 0.0)
@@ -196,7 +228,8 @@ def attn_bwd_dbias(
             row_key, column_key = head_keys(sequence_words(extras.rng, entry), head)
             kept_MN = kept(row_keys(row_key, row_M)[:, None], column_keys(column_key, key_N)[None, :], last_dropped(extras.dropout))
             dp_MN = tl.where(kept_MN, dp_MN, 0.0) * extras.rescale
-        acc_MN += score_gradient(p_MN, dp_MN, delta_M[:, None])
+        ds_MN = score_gradient(p_MN, dp_MN, delta_M[:, None])
+        acc_MN += modified_gradient(ds_MN, s_MN, of_head, q_idx, kv_idx, SCORE_GRAD)
     part = dbias + wide(split) * (tl.num_programs(0) // splits // tiles_m // tiles_n) * (1 if SHARED[2] else total_q) * (
         1 if SHARED[3] else total_k
     )  # fmt: skip

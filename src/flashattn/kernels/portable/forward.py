@@ -9,9 +9,9 @@ import triton.language as tl
 
 from ..common.bounds import key_range
 from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
-from ..common.index import head_pointer, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
-from ..common.mask import keep_mask
-from ..common.score import bias_of_head, load_bias, score, sink_of_head, slope_of_head
+from ..common.index import existing, head_pointer, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
+from ..common.mask import keep_mask, mod_keeps
+from ..common.score import bias_of_head, load_bias, modified, score, sink_of_head, slope_of_head
 from ..common.softmax import finish, softmax_step
 from ..structs import SIZES, Extras
 from .profile import forward_metadata
@@ -20,7 +20,7 @@ from .profile import forward_metadata
 @triton.jit
 def attend(
     acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, lo, full_lo, full_hi, hi,
-    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr,
+    scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask. aligned_M: positions as ALiBi has
     them. m0: the first row, of rows_q. draw: of dropout, (keys of the rows, key of the columns, the last word that is dropped); the sum l
@@ -44,6 +44,9 @@ def attend(
             row_M, key_N = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
             bias_MN = load_bias(extras, row_M[:, None], key_N[None, :], rows_q, rows_k, SPEC.ragged)
         s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, distance_MN, bias_MN, SPEC)
+        if SCORE_MOD is not None or MASK_MOD is not None:
+            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N)[None, :]
+            s_MN = mod_keeps(modified(s_MN, extras, q_idx, kv_idx, SCORE_MOD), float("-inf"), extras, q_idx, kv_idx, MASK_MOD)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
@@ -61,7 +64,7 @@ def attend(
 @triton.jit(do_not_specialize=SIZES, launch_metadata=forward_metadata)
 def attn_fwd(
     q, k, v, out, lse, seqlens, extras, total_q, total_k, batch, heads_q, heads_kv, wave, left, right, scale_log2,
-    SPEC: tl.constexpr, TILE: tl.constexpr,
+    SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr = None, MASK_MOD: tl.constexpr = None,
 ):  # fmt: skip
     """out = softmax(score of q k^T, masked) v and lse, for one block of rows of one head."""
     BLOCK_M: tl.constexpr = TILE.m
@@ -94,6 +97,7 @@ def attn_fwd(
         of_head = Extras(
             extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
             bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
+            None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
         )  # fmt: skip
         sink = sink_of_head(extras, sequence, batch, head, SPEC)
         m_M = tl.full([BLOCK_M], sink, tl.float32)
@@ -105,7 +109,7 @@ def attn_fwd(
         lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
         acc_MV, m_M, l_M = attend(
             acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, of_head, draw, q_pos_M, aligned_M, m0, rows_q, rows_k,
-            lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE,
+            lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE, SCORE_MOD, MASK_MOD,
         )  # fmt: skip
         if SPEC.dropout:
             acc_MV = acc_MV * extras.rescale
