@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
 def call(
     dtype="bfloat16", batch=2, rows=(128, 256), heads=(4, 2), dims=(64, 64), sequences=0, row=1, device="cuda", alibi=False, sinks=False,
-    bias=False, used=False, **options,
+    bias=False, used=False, mods=(), **options,
 ):  # fmt: skip
     """`explain` of fake tensors of these sizes, packed if there are sequences. row: what a row takes at least, in memory."""
     shapes = [(rows[0], heads[0], dims[0]), (rows[1], heads[1], dims[0]), (rows[1], heads[1], dims[1])]
@@ -51,6 +51,8 @@ def call(
         options |= {"alibi_slopes": torch.empty(heads[0], device=device)} if alibi else {}
         options |= {"bias": torch.empty(1, 1, *rows, device=device)} if bias else {}
         options |= {"seqlens_k": torch.empty(batch, dtype=torch.int32, device=device)} if used else {}
+        options |= {"score_mod": "alibi", "score_mod_aux": [torch.empty(heads[0], device=device)]} if "score" in mods else {}
+        options |= {"mask_mod": "prefix_lm", "mask_mod_aux": [torch.empty(batch, device=device)]} if "mask" in mods else {}
         return explain(q, k, v, *cu, **options)
 
 
@@ -87,6 +89,8 @@ CASES = {
     "hopper on a B200": Case("hopper", {"capability": (10, 0)}, {"capability": H100}, "and this is one of 10.0"),
     "hopper on a CPU": Case("hopper", {"device": "cpu"}, {"device": "cuda"}, "capability 9.0 (H100, H200), and this is 'cpu'"),
     "hopper float32": Case("hopper", {"dtype": "float32"}, {"dtype": "float16"}, "dtype float32: multiplies float16 and bfloat16"),
+    "hopper score_mod": Case("hopper", {"mods": ("score",)}, {"mods": ()}, "a score_mod: the portable kernels run it"),
+    "hopper mask_mod": Case("hopper", {"mods": ("mask",)}, {"mods": ()}, "a mask_mod: the portable kernels run it"),
     "hopper lengths of keys": Case("hopper", {"used": True}, {"used": False}, "lengths of keys (seqlens_k): every batch entry has all"),
     "hopper ALiBi beside a top-left diagonal": Case(
         "hopper", {"alibi": True, "causal": "top-left"}, {"causal": True}, "ALiBi beside a top-left diagonal: it counts both from one",

@@ -39,6 +39,8 @@ FEATURES: dict[str, dict] = {
     "bias, with its gradient": {"bias": "bfloat16", "bias_dims": "hqk"},
     "bias, a boolean mask": {"bias": "bool", "bias_dims": "bqk"},
     "bias, seqlens_k": {"bias": "bfloat16", "bias_dims": "hqk", "used_k": True},
+    "score_mod": {"score_mod": "softcap"},
+    "mask_mod": {"mask_mod": "documents"},
     "dropout": {"dropout": 0.1},
     "dropout, head_dim 256": {"dropout": 0.1, **WIDE},
     "deterministic": {"deterministic": True},

@@ -136,7 +136,10 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append(f"dtype {problem.dtype}: multiplies float16 and bfloat16")
     if problem.used_k:
         found.append("lengths of keys (seqlens_k): every batch entry has all of its keys here")
-    found += [f"a {what}: the portable kernels run it" for what in ("score_mod", "mask_mod") if getattr(problem, what)]
+    if problem.score_mod:
+        found.append("a score_mod: the portable kernels run it")
+    if problem.mask_mod:
+        found.append("a mask_mod: the portable kernels run it")
     if problem.alibi and problem.top_left:
         found.append("ALiBi beside a top-left diagonal: it counts both from one diagonal")
     if not problem.aligned:
