@@ -19,8 +19,7 @@ from flashattn.torch_ops import sharding
 from inputs import dense, with_extras
 from launches import launch_of  # noqa: F401  (of the jobs)
 from support import WHERE, WHERE_DTYPE, Results, compare, expect, run, same_bits
-
-pytestmark = pytest.mark.thinned(3)
+from test_mods import curve, thirds
 
 LENGTHS = 70, 0, 33
 CASES = {
@@ -49,6 +48,7 @@ def dirty(data, number=math.nan):
     return data.with_(k=k, v=v)
 
 
+@pytest.mark.thinned(3)
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("impl, device, dtype", WHERE_DTYPE)
 def test_each_entry_is_as_if_alone(impl, device, dtype, case):
@@ -99,6 +99,23 @@ def test_beside_a_bias(shape):
     torch.testing.assert_close(found.dbias.double(), grads[3], atol=1e-3, rtol=2e-3)
     masked = [attention(x.q, x.k, x.v, bias=bias > 0, seqlens_k=lengths("cpu"), impl="eager") for x in (data, dirty(data))]
     assert torch.equal(*masked), "a mask reads nothing more"
+
+
+@pytest.mark.parametrize("impl, device", WHERE)
+def test_beside_mods(impl, device):
+    """Programs of scores and pairs, of far scores too, whose backward looks at the keys again."""
+    data = inputs(device, rows=3, sinks=0.0)
+    table = torch.tensor([[1.0, 0.5, 2.0, 1.5], [0.7, 1.2, 3000.0, 1.0]], device=device)
+    start = torch.tensor([0, 1, 2], dtype=torch.int32, device=device)
+    given = {"score_mod": curve, "score_mod_aux": (table,), "mask_mod": thirds, "mask_mod_aux": (start,), "seqlens_k": lengths(device)}
+    found = run(dirty(data), impl, grads="qkv", **given)
+    leaves = [x.double().requires_grad_() for x in (data.q, data.k, data.v)]
+    given |= {"score_mod_aux": (table.double(),), "sinks": data.sinks.double()}
+    out, lse = attention_reference(*leaves, return_lse=True, **given)
+    assert (lse > 4096).any(), "whose float32 is off by 2^-12, and so is a probability"
+    grads = torch.autograd.grad((out, lse), leaves, (data.dout.double(), data.dlse.double()))
+    for ours, theirs in zip((found.out, found.dq, found.dk, found.dv), (out, *grads), strict=True):
+        torch.testing.assert_close(ours.double(), theirs, atol=2e-3 * theirs.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("impl, device", WHERE)
