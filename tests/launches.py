@@ -29,6 +29,10 @@ def aux_of(problem: Problem):
     return [torch.empty(shape, dtype=kind, device="meta") for kind, (_, shape) in zip(kinds, problem.mod_aux, strict=True)]
 
 
+def blocks_of(problem: Problem):
+    return torch.empty(1 << 20, dtype=torch.int32, device="meta") if problem.blocks else None
+
+
 def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = True, moving: str = "qkvs"):
     """(kernel, arguments, options) of one pass, with the row that the table has for it; "hopper" is the forward of that kernel.
 
@@ -52,9 +56,9 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     cu = (torch.empty(problem.batch + 1, dtype=torch.int32, device="meta"),) * 2 if problem.varlen else (None, None)
     cu = (None, torch.empty(problem.batch, dtype=torch.int32, device="meta")) if problem.used_k else cu
     slopes, sinks, bias = extras_of(problem)
-    aux = aux_of(problem)
+    last = rng_of(problem), blocks_of(problem), *aux_of(problem)
     if name == "forward":
-        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks, bias, rng_of(problem), *aux)
+        kernel, _, args, options = launch.forward_launch(problem, row, q, k, v, out, lse, *cu, slopes, sinks, bias, *last)
     elif name == "tangent":
         tangents = [x if side in moving else None for side, x in (("q", q), ("k", k), ("v", v), ("s", sinks))]
         kernel, _, args, options = launch.tangent_launch(
@@ -68,17 +72,17 @@ def launch_of(problem: Problem, name: str, *, needs: str = "kv", dlse: bool = Tr
     elif name == "delta":
         kernel, _, args, options = launch.delta_launch(problem, row, out, out, lse if dlse else None, delta)
     elif name == "dq":
-        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes, bias, rng_of(problem), *aux)
+        kernel, _, args, options = launch.dq_launch(problem, row, q, k, v, out, lse, delta, q, *cu, slopes, bias, *last)
     elif name == "shifts":
-        kernel, _, args, options = launch_bias.shifts_launch(problem, row, q, k, lse, lse, *cu, slopes, sinks, bias, *aux)
+        kernel, _, args, options = launch_bias.shifts_launch(problem, row, q, k, lse, lse, *cu, slopes, sinks, bias, *last[1:])
     elif name == "dbias":
         shared = launch_bias.shared_by(bias)
         _, splits = launch_bias.splits_of(problem, row, shared)
-        tensors = q, k, v, out, lse, delta, bias if splits == 1 else lse, slopes, bias, rng_of(problem), *aux
+        tensors = q, k, v, out, lse, delta, bias if splits == 1 else lse, slopes, bias, *last
         kernel, _, args, options = launch_bias.dbias_launch(problem, row, splits, shared, *tensors)
     else:
         wanted = (k if "k" in needs and name != "dv" else None, v if "v" in needs and name != "dk" else None)
-        given = *cu, slopes, bias, rng_of(problem), *aux
+        given = *cu, slopes, bias, *last
         kernel, _, args, options = launch.dkdv_launch(problem, row, q, k, v, out, lse, delta, *wanted, *given)
     return kernel, args, options
 

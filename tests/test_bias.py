@@ -375,7 +375,7 @@ def test_the_operators_keep_torchs_rules(impl, device, shape, bias_dtype):
     leaves = [x.detach().requires_grad_() for x in (data.q, data.k, data.v)]
     bias = data.bias if bias_dtype == torch.bool else data.bias.detach().requires_grad_()
     options = None, None, None, None, 0.3, None, 0, False, False, impl
-    torch.library.opcheck(torch.ops.flashattn.attn_fwd.default, (*leaves, None, None, bias, 0.0, 0.0, None, *options))
+    torch.library.opcheck(torch.ops.flashattn.attn_fwd.default, (*leaves, None, None, bias, 0.0, 0.0, None, None, *options))
 
 
 def test_explain_names_a_bias_and_its_bytes():

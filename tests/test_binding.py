@@ -41,12 +41,12 @@ def inputs(layout: str, device: str) -> Data:
 
 
 def options(data: Data, impl: str) -> tuple:
-    """Arguments after q, k, v (and head_dim_v) of both operators: slopes, sinks, bias, softcap, dropout_p, rng, cu_seqlens, max_seqlens,
-    scale, window, top_left, deterministic, impl. Data with extras have a softcap and dropout too."""
+    """Arguments after q, k, v (and head_dim_v) of both operators: slopes, sinks, bias, softcap, dropout_p, rng, blocks, cu_seqlens,
+    max_seqlens, scale, window, top_left, deterministic, impl. Data with extras have a softcap and dropout too."""
     softcap, dropout_p, rng = 0.0, 0.0, None
     if data.sinks is not None:
         softcap, dropout_p, rng = 2.0, 0.25, torch.tensor([3, 4], device=data.q.device)
-    numbers = softcap, dropout_p, rng, data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
+    numbers = softcap, dropout_p, rng, None, data.cu_q, data.cu_k, None, None, 0.3, None, 0, False, False, impl
     return data.slopes, data.sinks, data.bias, *numbers
 
 
@@ -74,7 +74,7 @@ def tangents(data: Data, which: str, grad=False) -> list:
 
 
 def jvp_arguments(data: Data, impl: str, which="qkvs", grad=False) -> tuple:
-    q, k, v, slopes, sinks, _, softcap, _, _, *rest = forward_arguments(data, impl, grad)  # there is no bias and no dropout
+    q, k, v, slopes, sinks, _, softcap, _, _, _, *rest = forward_arguments(data, impl, grad)  # there is no bias and no dropout
     return q, k, v, *tangents(data, which, grad), slopes, sinks, softcap, *rest
 
 
@@ -82,7 +82,7 @@ def second_arguments(data: Data, impl: str, which="qkvs", needs=(True, True, Tru
     needs = *needs, data.sinks is not None
     v = data.v if set(which) != {"v"} else None
     sent = data.dout, data.dlse, data.q, data.k, v
-    slopes, sinks, _, softcap, _, _, *rest = options(data, impl)
+    slopes, sinks, _, softcap, _, _, _, *rest = options(data, impl)
     return *sent, *tangents(data, which), data.v.shape[-1], slopes, sinks, softcap, *rest, *needs
 
 

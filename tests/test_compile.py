@@ -44,6 +44,7 @@ class Variant:
     bias: str | None = None
     bias_dims: str = ""
     dropout: float = 0.0
+    blocks: bool = False
 
 
 VARIANTS = {
@@ -82,8 +83,13 @@ OF_A_BIAS = {
     "bias-all": Variant(right=0, half="float16", softcap=50.0, alibi=True, bias="float32", bias_dims="bhqk"),
     "bias-keys": Variant(less=8, ragged_lengths=True, group=2, bias="bfloat16", bias_dims="hk"),
 }
+OF_A_BLOCK_MASK = {
+    "blocks": Variant(ragged_lengths=True, group=2, blocks=True),
+    "blocks-bias": Variant(group=2, bias="bfloat16", bias_dims="hqk", blocks=True),
+}
+OF_BLOCKS = (("forward", 64, 80), ("dkdv", 128, 80), ("dq", 64, 80), ("forward", 128, 90), ("dkdv", 64, 90), ("dq", 128, 90))
 DELTA = {"causal-ragged": VARIANTS["causal-ragged"], "unaligned": UNEQUAL["unaligned"], "no-dlse": Variant(dlse=False)}
-ALL = {**VARIANTS, **UNEQUAL, **ALONE, **STILL, **EXTRAS, **OF_A_BIAS, **DELTA}
+ALL = {**VARIANTS, **UNEQUAL, **ALONE, **STILL, **EXTRAS, **OF_A_BIAS, **OF_A_BLOCK_MASK, **DELTA}
 HARDEST = ("causal-ragged", "packed-window")
 # Where Triton 3.6 or 3.9 spills so many bytes at most, and none without what these variants add
 SPILLS = {
@@ -142,6 +148,7 @@ def problem_of(variant: Variant, itemsize: int, largest_dim: int, cc: int) -> Pr
         bias=variant.bias,
         bias_dims=variant.bias_dims,
         dropout=variant.dropout,
+        blocks=variant.blocks,
     )
 
 
@@ -197,6 +204,8 @@ def jobs() -> list[Job]:
         for name in (*portable_rows(problem_of(EXTRAS["bias"], itemsize, dim, cc)), "shifts"):
             arguments = name, itemsize, dim, cc
             found += [Job("test_compile.build", (*arguments, variant), cc) for variant in variants_of(*arguments)]
+    found += [Job("test_compile.build", (name, 2, dim, cc, "blocks"), cc) for name, dim, cc in OF_BLOCKS]
+    found += [Job("test_compile.build", ("dbias", 2, 64, 90, "blocks-bias"), 90)]
     return shared_out(found, lambda job: job.args[:4])
 
 

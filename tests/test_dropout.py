@@ -204,7 +204,7 @@ def test_wrong_arguments_are_named(kind, error, message, options):
 def test_an_operator_without_a_seed_says_so():
     q, k, v = small("cpu")
     with pytest.raises(ValueError, match=r"dropout_p=0\.5 with an rng that is None"):
-        torch.ops.flashattn.attn_fwd(q, k, v, *[None] * 3, 0.0, 0.5, None, *[None] * 4, 0.25, None, None, False, False, None)
+        torch.ops.flashattn.attn_fwd(q, k, v, *[None] * 3, 0.0, 0.5, None, *[None] * 5, 0.25, None, None, False, False, None)
 
 
 def test_explain_tells_of_it():

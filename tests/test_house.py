@@ -23,15 +23,17 @@ MOST_ARGUMENTS, MOST_FUNCTION_LINES, MOST_FILE_LINES = 26, 120, 300
 
 # Room -> (rooms of flashattn it may import besides itself, heavy packages it may import). The first row that fits a module counts.
 ARROWS = {
-    "flashattn.api": ({"problem", "checks", "dropout", "mods", "torch_ops", "dispatch"}, {"torch"}),
+    "flashattn.api": ({"problem", "checks", "block_mask", "dropout", "mods", "torch_ops", "dispatch"}, {"torch"}),
     "flashattn.problem": (set(), set()),
     "flashattn.mods": (set(), {"torch"}),
+    "flashattn.block_lists": (set(), {"torch"}),
+    "flashattn.block_mask": ({"block_lists", "problem", "checks"}, {"torch"}),
     "flashattn.dropout": ({"problem", "checks"}, {"torch"}),
     "flashattn.checks": ({"problem"}, {"torch"}),
     "flashattn.reference": ({"problem", "dropout", "mods"}, {"torch", "einops"}),
     "flashattn.merge": (set(), {"torch"}),
-    "flashattn.eager": ({"problem", "dropout", "mods"}, {"torch", "einops"}),
-    "flashattn.torch_ops": ({"problem", "checks", "mods", "dispatch", "launch", "roofline.gpus"}, {"torch"}),
+    "flashattn.eager": ({"problem", "block_lists", "dropout", "mods"}, {"torch", "einops"}),
+    "flashattn.torch_ops": ({"problem", "block_lists", "checks", "mods", "dispatch", "launch", "roofline.gpus"}, {"torch"}),
     "flashattn.dispatch": ({"problem", "roofline.gpus", "roofline.work", "roofline.bound"}, set()),
     "flashattn.roofline.gpus": (set(), set()),
     "flashattn.roofline.work": ({"problem"}, set()),
@@ -46,7 +48,7 @@ ARROWS = {
     "flashattn.roofline.measure": ({"roofline"}, {"torch"}),
     "flashattn.roofline.cli": ({"reference", "roofline"}, {"torch"}),
     "flashattn.roofline": ({"problem"}, set()),
-    "flashattn.launch": ({"problem", "mods", "dispatch", "kernels"}, {"torch", "triton"}),
+    "flashattn.launch": ({"problem", "block_lists", "mods", "dispatch", "kernels"}, {"torch", "triton"}),
     "flashattn.kernels.common": ({"kernels.structs"}, {"triton"}),
     "flashattn.kernels.portable": ({"kernels.common", "kernels.structs"}, {"triton"}),
     "flashattn.kernels.hopper": ({"kernels.common", "kernels.structs"}, {"triton"}),
@@ -56,7 +58,7 @@ ARROWS = {
     "flashattn.info": ({"api", "problem", "dispatch"}, {"torch"}),
     "flashattn.commands": ({"ahead", "dispatch", "info", "roofline.cli", "roofline.report"}, set()),
     "flashattn.__main__": ({"commands"}, set()),
-    "flashattn": ({"ahead", "api", "dropout", "merge", "mods", "reference"}, set()),
+    "flashattn": ({"ahead", "api", "block_mask", "dropout", "merge", "mods", "reference"}, set()),
 }
 KERNEL_IMPORTS = {"triton", "math", "typing", "flashattn"}  # all that device code may import: what else could it use?
 POISONED = {"empty", "empty_like", "new_empty"}  # what tests/poison.py fills; other uninitialised memory would escape it

@@ -8,6 +8,7 @@ each is a call as near as can be that the kernel runs.
 import ast
 import inspect
 import re
+from copy import copy
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import version
@@ -18,13 +19,14 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from flashattn import explain, torch_ops
+from flashattn import BlockMask, explain, torch_ops
 from flashattn.dispatch import table
 from flashattn.dispatch.select import select
 from flashattn.dispatch.table import DIRECTIONS, KERNELS
 
 ROWS = {kernel.name: kernel for kernel in KERNELS}
 H100, T4, ALL, BACKWARD = (9, 0), (7, 5), (*DIRECTIONS, "second"), ("backward",)
+FULL = BlockMask.from_window(128, 256)
 SHORT = {"rows": (1, 1), "heads": (1, 1)}
 
 
@@ -38,7 +40,7 @@ class Case(NamedTuple):
 
 def call(
     dtype="bfloat16", batch=2, rows=(128, 256), heads=(4, 2), dims=(64, 64), sequences=0, row=1, device="cuda", alibi=False, sinks=False,
-    bias=False, used=False, mods=(), **options,
+    bias=False, used=False, kept=False, mods=(), **options,
 ):  # fmt: skip
     """`explain` of fake tensors of these sizes, packed if there are sequences. row: what a row takes at least, in memory."""
     shapes = [(rows[0], heads[0], dims[0]), (rows[1], heads[1], dims[0]), (rows[1], heads[1], dims[1])]
@@ -50,6 +52,9 @@ def call(
         cu = [torch.empty(sequences + 1, dtype=torch.int32, device=device)] * 2 if sequences else []
         options |= {"alibi_slopes": torch.empty(heads[0], device=device)} if alibi else {}
         options |= {"bias": torch.empty(1, 1, *rows, device=device)} if bias else {}
+        if kept:
+            options["block_mask"] = copy(FULL)
+            options["block_mask"].packed = torch.empty(FULL.packed.shape, dtype=torch.int32, device=device)
         options |= {"seqlens_k": torch.empty(batch, dtype=torch.int32, device=device)} if used else {}
         options |= {"score_mod": "alibi", "score_mod_aux": [torch.empty(heads[0], device=device)]} if "score" in mods else {}
         options |= {"mask_mod": "prefix_lm", "mask_mod_aux": [torch.empty(batch, device=device)]} if "mask" in mods else {}
@@ -91,6 +96,7 @@ CASES = {
     "hopper float32": Case("hopper", {"dtype": "float32"}, {"dtype": "float16"}, "dtype float32: multiplies float16 and bfloat16"),
     "hopper score_mod": Case("hopper", {"mods": ("score",)}, {"mods": ()}, "a score_mod: the portable kernels run it"),
     "hopper mask_mod": Case("hopper", {"mods": ("mask",)}, {"mods": ()}, "a mask_mod: the portable kernels run it"),
+    "hopper block mask": Case("hopper", {"kept": True}, {"kept": False}, "a block mask"),
     "hopper lengths of keys": Case("hopper", {"used": True}, {"used": False}, "lengths of keys (seqlens_k): every batch entry has all"),
     "hopper ALiBi beside a top-left diagonal": Case(
         "hopper", {"alibi": True, "causal": "top-left"}, {"causal": True}, "ALiBi beside a top-left diagonal: it counts both from one",

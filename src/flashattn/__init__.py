@@ -2,12 +2,14 @@
 
 from .ahead import warmup
 from .api import attention, attention_varlen, explain
+from .block_mask import BlockMask
 from .dropout import dropout_mask
 from .merge import merge_attention_states
 from .mods import MaskMod, ScoreMod
 from .reference import online_softmax
 
 __all__ = [
-    "MaskMod", "ScoreMod", "attention", "attention_varlen", "dropout_mask", "explain", "merge_attention_states", "online_softmax", "warmup",
+    "BlockMask", "MaskMod", "ScoreMod", "attention", "attention_varlen", "dropout_mask", "explain", "merge_attention_states",
+    "online_softmax", "warmup",
 ]  # fmt: skip
 __version__ = "0.1.0"

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from . import torch_ops
+from .block_mask import BlockMask, check_block_mask
 from .checks import (
     TORCH_DTYPES,
     check_bias,
@@ -120,6 +121,7 @@ def attention(
     score_mod_aux: Sequence[torch.Tensor] = (),
     mask_mod: MaskMod | str | None = None,
     mask_mod_aux: Sequence[torch.Tensor] = (),
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     dropout_seed: int | torch.Tensor | None = None,
     generator: torch.Generator | None = None,
@@ -200,6 +202,10 @@ def attention(
             but complex; other sizes, where 1 or a multiple of 16 becomes something else, compile kernels anew. Differentiable are those of
             a score_mod that ``adds``, as ``"alibi"`` and ``"relative_bias"`` do: where one requires a gradient the call is one with a bias.
             Others that require a gradient are refused.
+        block_mask: a :class:`BlockMask` ``[batch or 1, heads_q or 1, seqlen_q, seqlen_k]`` on q's device: the pairs that are kept, at the
+            cost of the blocks of 128 x 128 that keep some. What no pair of a block keeps is not read: NaN in keys that nobody keeps, in
+            blocks of their own, change nothing. Instead of causal and window: ``mask & BlockMask.from_window(...)`` says both. Default
+            None. ``"portable"`` and ``"eager"`` take one.
         dropout_p: probability, 0 to 1, that a pair of a query and a key gives nothing; default 0.0, no dropout. It is up to the caller to
             pass 0.0 in evaluation. With 1.0 out is 0, and so are the gradients but those that come through lse.
         dropout_seed: what decides which pairs: an int, or an int64 tensor of two, (seed, offset), on q's device; an int is the seed with
@@ -233,10 +239,10 @@ def attention(
         ValueError: shapes, devices or option values that don't fit together; on the CPU, and on a GPU when ``FLASHATTN_CHECK=1`` is set
             (that synchronises), values of seqlens_k outside of 0 to seqlen_k, which else are taken for the nearest of these.
         TypeError: dtypes, non-tensors.
-        NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; dropout of a DTensor; ``impl`` names a kernel that
-            can't run the call (with its reasons); a third derivative; a forward-mode one of a forward-mode one; with a bias, a mod or
-            dropout any but the first in reverse; a mod's aux that require a gradient; mods of a DTensor; in the backward, a score_mod
-            without a derivative.
+        NotImplementedError: head_dim over 256; alibi_slopes that require a gradient; dropout, mods or a block_mask of a DTensor; a
+            block_mask beside seqlens_k or a mod; ``impl`` names a kernel that can't run the call (with its reasons); a third derivative; a
+            forward-mode one of a forward-mode one; with a bias, a mod, a block_mask or dropout any but the first in reverse; a mod's aux
+            that require a gradient; in the backward, a score_mod without a derivative.
 
     float32 products are IEEE float32 unless ``torch.backends.cuda.matmul`` allows tf32.
 
@@ -250,7 +256,7 @@ def attention(
     if not (score_mod is None and mask_mod is None and score_mod_aux == () and mask_mod_aux == ()):
         mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux)
     key = None
-    if seqlens_k is None and mods is torch_ops.NO_MODS:
+    if seqlens_k is None and block_mask is None and mods is torch_ops.NO_MODS:
         key = torch_ops.key_of(
             q, k, v, causal, window, softmax_scale, layout, deterministic, impl, softcap, alibi_slopes, sinks, bias, dropout
         )
@@ -265,8 +271,9 @@ def attention(
         check_seqlens_k(seqlens_k, q, q.shape[0])
         bias, mods = _learned(q, k, bias, mods)
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, *dropout)
+        blocks = check_block_mask(block_mask, q, k, causal, window, seqlens_k, mods is not torch_ops.NO_MODS)
         seqlens_k = None if seqlens_k is None else seqlens_k.contiguous()
-        out, lse = _call((q, k, v, *extras, None, seqlens_k, None, None, *options), mods)
+        out, lse = _call((q, k, v, *extras, blocks, None, seqlens_k, None, None, *options), mods)
         if key is not None:
             torch_ops.remember(key, q, k, v, options)
     if layout == "bhsd":
@@ -341,7 +348,7 @@ def attention_varlen(
     sequences = cu_seqlens_q.shape[0] - 1
     extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, dropout_seed, generator, sequences)
     mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=True)
-    out, lse = _call((q, k, v, *extras, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options), mods)
+    out, lse = _call((q, k, v, *extras, None, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options), mods)
     return (out, lse) if return_lse else out
 
 
@@ -365,6 +372,7 @@ def explain(
     score_mod_aux: Sequence[torch.Tensor] = (),
     mask_mod: MaskMod | str | None = None,
     mask_mod_aux: Sequence[torch.Tensor] = (),
+    block_mask: BlockMask | None = None,
     dropout_p: float = 0.0,
     seqlens_k: torch.Tensor | None = None,
     layout: str = "bshd",
@@ -386,7 +394,7 @@ def explain(
     Raises what the call itself would raise, but doesn't read the values of cu_seqlens; ValueError for an unknown `gpu`.
     """
     check_layout(layout)
-    max_seqlens, limits = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}, (None, None)
+    max_seqlens, limits, blocks = {"max_seqlen_q": max_seqlen_q, "max_seqlen_k": max_seqlen_k}, (None, None), None
     if cu_seqlens_q is None and cu_seqlens_k is None:
         for name, limit in max_seqlens.items():
             if limit is not None:
@@ -395,17 +403,22 @@ def explain(
         check_seqlens_k(seqlens_k, q, q.shape[0])
         bias, mods = _learned(q, k, bias, _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux))
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p)
+        blocks = check_block_mask(block_mask, q, k, causal, window, seqlens_k, mods is not torch_ops.NO_MODS)
         cu_seqlens_k = seqlens_k
     else:
         if seqlens_k is not None:
             raise ValueError("seqlens_k with cu_seqlens: expected one of them, packed sequences have their lengths in cu_seqlens_k")
         if layout != "bshd":
             raise ValueError(f"layout={layout!r} with cu_seqlens: expected none, packed tensors are [total, heads, dim]")
+        if block_mask is not None:
+            raise ValueError("block_mask with cu_seqlens: expected none, documents of a dense call are BlockMask.from_document_ids")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, None, deterministic, impl)
         limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, sequences=cu_seqlens_q.shape[0] - 1)
         mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=True)
     *options, impl = options
     options.append(torch_ops.aligned(q, k, v))
-    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras[:5], mods)
-    return torch_ops.explain(problem, impl, torch_ops.gpu_name(q.device) if gpu is None else gpu)
+    problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras[:5], mods, blocks)
+    gpu = torch_ops.gpu_name(q.device) if gpu is None else gpu
+    kept = (None, None) if block_mask is None else (block_mask.density, block_mask.kept_pairs(*q.shape[:3:2]))
+    return torch_ops.explain(problem, impl, gpu, *kept)

@@ -57,11 +57,12 @@ def head_keys(rng: Tensor, sequences: Tensor, heads: int) -> tuple[Tensor, Tenso
     return tuple(_mix(((words + 2**31) % 2**32 - 2**31).to(torch.int32)[:, None] + head) for words in (rows, columns))
 
 
-def kept(keys: tuple[Tensor, Tensor], rows: slice, columns: slice, p: float) -> Tensor:
-    """bool [..., rows, columns], of keys as `head_keys` gives them. p: as `canonical_dropout` has it."""
+def kept(keys: tuple[Tensor, Tensor], rows: slice, columns: slice | Tensor, p: float) -> Tensor:
+    """bool [..., rows, columns], of keys as `head_keys` gives them. columns: a stretch, or positions. p: as `canonical_dropout` has it."""
     row_key, column_key = (key[..., None, None] for key in keys)
     i = torch.arange(rows.start, rows.stop, dtype=torch.int32, device=row_key.device)[:, None]
-    j = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=row_key.device)
+    stretch = isinstance(columns, slice)
+    j = torch.arange(columns.start, columns.stop, dtype=torch.int32, device=row_key.device) if stretch else columns.to(torch.int32)
     row = _fold((row_key + i) * _signed(ROW), 16) * _signed(ROW_MIX)
     word = (row ^ (column_key + j * _signed(COLUMN))) * _signed(MIX[0])
     return _fold(word, 15) * _signed(MIX[1]) > int(p * 2**32) - 2**31 - 1

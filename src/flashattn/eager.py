@@ -2,7 +2,8 @@
 
 Queries are taken a chunk of rows at a time, each against only the stretch of keys that its rows can see, so a window or a causal mask
 costs about what it keeps and no score matrix is larger than a chunk (Rabe and Staats, Self-attention Does Not Need O(n^2) Memory, 2021,
-section 2, here without their second loop, over keys). Half precision is computed in float32, score to result.
+section 2, here without their second loop, over keys). With a block mask a chunk is a block of queries, or a part of one, against the keys
+of the blocks that it keeps, gathered. Half precision is computed in float32, score to result.
 
 Legend: H pairs of (batch entry, key/value head), M rows of a chunk times the query heads that share a key/value head, N keys that the
 chunk sees, D head_dim, V head_dim_v. Folding the sharing heads into the rows makes grouped heads an ordinary matrix product, and sums
@@ -19,7 +20,7 @@ repeat what the forward did.
 
 import contextlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,6 +28,7 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
+from flashattn.block_lists import BLOCK, Blocks, Sizes, dense_of, list_of, unpack
 from flashattn.dropout import head_keys, kept
 from flashattn.mods import MaskMod, ScoreMod, apply_score_mod, indices
 from flashattn.problem import Problem, check_lengths, check_used
@@ -35,6 +37,7 @@ CHUNK_SCORES = 1 << 19  # float32 scores of one chunk: 2 MiB, so that the passes
 LOG2_E = math.log2(math.e)
 MIN_ROWS = 64  # rows of a matrix product, below which it is too thin to be fast
 Draw = tuple[Tensor, Tensor]  # of dropout, see `_draw`
+Keys = slice | Tensor  # of a chunk: a stretch, or with a block mask positions
 
 
 def forward(
@@ -49,6 +52,7 @@ def forward(
     bias: Tensor | None = None,
     rng: Tensor | None = None,
     aux: Sequence[Tensor] = (),
+    blocks: Tensor | None = None,
     token: object = None,
 ) -> tuple[Tensor, Tensor]:
     """out_i = sum_j p_ij v_j and lse_i = ln (e^sink + sum_j e^(s_ij)), over the keys that `problem` keeps.
@@ -58,7 +62,8 @@ def forward(
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
     lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q]; bias: of a dense call,
     [batch, heads_q, seqlen_q, seqlen_k] with sizes of 1 for what is shared, any strides; rng: int64 [2], the seed and offset of dropout,
-    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout); aux: what the mods read, whose twins run. cu_seqlens_k: where
+    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout); aux: what the mods read, whose twins run;
+    blocks: of a block mask, see block_lists.py. cu_seqlens_k: where
     `problem` says used_k, the lengths of keys.
     Raises ValueError for cu_seqlens that fall or reach past the tensor, as lengths do. token is for launchers; nothing is launched here.
     """
@@ -72,7 +77,7 @@ def forward(
             return out, lse
         if not problem.varlen:
             given = _draw(problem, rng, range(problem.batch)), _mods(problem, aux, range(problem.batch), q.device)
-            return _dense_forward(problem, q, k, v, slopes, sinks, bias, *given)
+            return _dense_forward(problem, q, k, v, slopes, sinks, bias, *given, blocks)
         out = q.new_zeros(*q.shape[:-1], v.shape[-1])
         lse = q.new_full((q.shape[1], q.shape[0]), -math.inf, dtype=torch.float32)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
@@ -103,6 +108,7 @@ def backward(
     bias: Tensor | None = None,
     rng: Tensor | None = None,
     aux: Sequence[Tensor] = (),
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """Gradients of a loss that has gradient dout in out and dlse in lse:
 
@@ -136,7 +142,7 @@ def backward(
             return (*grads, None if dbias is None else dbias.to(bias.dtype))
         if not problem.varlen:
             given = _draw(problem, rng, range(problem.batch)), _mods(problem, aux, range(problem.batch), q.device)
-            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias, *given)
+            return _dense_backward(problem, needs, dout, dlse, q, k, v, slopes, sinks, bias, *given, blocks)
         grads = _zero_gradients(problem, needs, q, k)
         for sequences, at_q, at_k in _same_lengths(q, k, cu_seqlens_q, cu_seqlens_k):
             n = len(sequences)
@@ -266,6 +272,7 @@ def _dense_forward(
     bias: Tensor | None = None,
     draw: Draw | None = None,
     mods: "_Mods | None" = None,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     out = q.new_zeros(*q.shape[:-1], v.shape[-1])
     lse = q.new_full((q.shape[0], q.shape[2], q.shape[1]), -math.inf, dtype=torch.float32)
@@ -273,12 +280,12 @@ def _dense_forward(
         lse.copy_(sinks[:, None])
     groups = (k.shape[2], problem.group)
     q, out_grouped, lse_grouped = q.unflatten(2, groups), out.unflatten(2, groups), lse.unflatten(1, groups)
-    for batch, heads, chunks in _blocks(problem, q, k):
+    for batch, heads, chunks in _walk(problem, q, k, blocks):
         k_HND, v_HNV = _keys_first(k[batch, :, heads]), _keys_first(v[batch, :, heads])
         per_head = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
-        for rows, keys in chunks:
+        for rows, keys, keep in chunks:
             q_HMD = _fold(q[batch, rows, heads])
-            extras = (*per_head, _bias_of(bias, groups, q.shape[0], batch, heads, rows, keys))
+            extras = (*per_head, _kept_bias(_bias_of(bias, groups, q.shape[0], batch, heads, rows, keys), keep))
             found = _exp_scores(problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k), _mods_at(mods, groups, batch, heads))
             e_HMN, m_HM, l_HM, *_ = found
             if draw is not None:
@@ -305,6 +312,7 @@ def _dense_backward(
     bias: Tensor | None = None,
     draw: Draw | None = None,
     mods: "_Mods | None" = None,
+    blocks: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     dq, dk, dv, dsinks, _ = _zero_gradients(problem, needs, q, k)
     dbias = torch.zeros(bias.shape, device=q.device) if needs[4] else None
@@ -319,14 +327,14 @@ def _dense_backward(
     q = q.unflatten(2, groups)
     dout = None if dout is None else dout.unflatten(2, groups)
     dlse = None if dlse is None else dlse.unflatten(1, groups)
-    for batch, heads, chunks in _blocks(problem, q, k):
+    for batch, heads, chunks in _walk(problem, q, k, blocks):
         k_HND, v_HNV = _keys_first(k[batch, :, heads]), None if v is None else _keys_first(v[batch, :, heads])
         dk_HND = None if dk is None else torch.zeros_like(k_HND)
         dv_HNV = None if dv is None else k_HND.new_zeros(*k_HND.shape[:-1], problem.head_dim_v)
         per_head = _extras_of(groups, slopes, sinks, q.shape[0], batch, heads)
-        for rows, keys in chunks:
+        for rows, keys, keep in chunks:
             q_HMD = _fold(q[batch, rows, heads])
-            extras = (*per_head, _bias_of(bias, groups, q.shape[0], batch, heads, rows, keys))
+            extras = (*per_head, _kept_bias(_bias_of(bias, groups, q.shape[0], batch, heads, rows, keys), keep))
             scores = _exp_scores(
                 problem, q_HMD, k_HND, rows, keys, extras, *_diagonals(problem, q, k), _mods_at(mods, groups, batch, heads), derivative=True
             )
@@ -340,7 +348,7 @@ def _dense_backward(
                 left_HMN = e_HMN.clone()
                 _drop(problem, draw, groups, batch, heads, rows, keys, left_HMN)
             if dv is not None and dout is not None:
-                dv_HNV[:, keys].baddbmm_(left_HMN.mT, dout_HMV)
+                _add_product(dv_HNV, keys, left_HMN.mT, dout_HMV)
             if dq is None and dk is None and owed is None and dbias is None:
                 continue
             dlse_HM = None if dlse is None else dlse[batch, heads, :, rows].reshape(l_HM.shape)
@@ -361,7 +369,7 @@ def _dense_backward(
                 dq_HMD = torch.bmm(ds_HMN, k_HND[:, keys]).mul_(problem.softmax_scale)
                 _unfold(dq_HMD, into=dq.unflatten(2, groups)[batch, rows, heads])
             if dk is not None:
-                dk_HND[:, keys].baddbmm_(ds_HMN.mT, q_HMD, alpha=problem.softmax_scale)
+                _add_product(dk_HND, keys, ds_HMN.mT, q_HMD, problem.softmax_scale)
         for grad, grad_HND in ((dk, dk_HND), (dv, dv_HNV)):
             if grad is not None:
                 grad[batch, :, heads] = rearrange(grad_HND, "(b h) n d -> b n h d", h=k[batch, :, heads].shape[2])
@@ -536,7 +544,7 @@ def _extras_of(groups, slopes: Tensor | None, sinks: Tensor | None, size: int, b
     return slopes, None if sinks is None else sinks.unflatten(0, groups)[heads][..., None]
 
 
-def _bias_of(bias: Tensor | None, groups, size: int, batch: slice, heads: slice, rows: slice, keys: slice) -> Tensor | None:
+def _bias_of(bias: Tensor | None, groups, size: int, batch: slice, heads: slice, rows: slice, keys: Keys) -> Tensor | None:
     """[b, h, group, rows, keys] of a chunk, as a view; what is shared has size 1 or is expanded."""
     if bias is None:
         return None
@@ -545,7 +553,22 @@ def _bias_of(bias: Tensor | None, groups, size: int, batch: slice, heads: slice,
     return bias[..., rows, keys]
 
 
-def _add_bias_gradient(dbias: Tensor, ds: Tensor, group: int, batch: slice, heads: slice, rows: slice, keys: slice) -> None:
+def _kept_bias(bias: Tensor | None, keep: Tensor | None) -> Tensor | None:
+    """A bias, or a mask of booleans, together with what a block mask keeps: to a chunk it is one more mask."""
+    if bias is None or keep is None:
+        return keep if bias is None else bias
+    return bias & keep if bias.dtype == torch.bool else torch.where(keep, bias, -math.inf)
+
+
+def _add_product(into: Tensor, keys: Keys, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
+    """into[:, keys] += alpha a b"""
+    if isinstance(keys, slice):
+        into[:, keys].baddbmm_(a, b, alpha=alpha)
+    else:
+        into.index_add_(1, keys, torch.bmm(a, b), alpha=alpha)
+
+
+def _add_bias_gradient(dbias: Tensor, ds: Tensor, group: int, batch: slice, heads: slice, rows: slice, keys: Keys) -> None:
     """ds [b, h, (group m), n], summed over what the bias shares."""
     ds = rearrange(ds, "b h (g m) n -> b (h g) m n", g=group)
     shared = [dim for dim, size in enumerate(dbias.shape) if size == 1]
@@ -561,7 +584,7 @@ def _draw(problem: Problem, rng: Tensor | None, sequences: Sequence[int]) -> Dra
     return head_keys(rng, torch.tensor(sequences, dtype=torch.int64, device=rng.device), problem.heads_q)
 
 
-def _drop(problem: Problem, draw: Draw, groups, batch: slice, heads: slice, rows: slice, keys: slice, e_HMN: Tensor) -> None:
+def _drop(problem: Problem, draw: Draw, groups, batch: slice, heads: slice, rows: slice, keys: Keys, e_HMN: Tensor) -> None:
     """Multiply the factors of dropout into a chunk [b h, group m, n], in place."""
     of_heads = tuple(key.unflatten(1, groups)[batch, heads] for key in draw)
     chunk = e_HMN.view(*of_heads[0].shape, -1, e_HMN.shape[-1])
@@ -594,13 +617,14 @@ class _Mods(NamedTuple):
 
 
 def _exp_scores(
-    problem: Problem, q_HMD: Tensor, k_HND: Tensor, rows: slice, keys: slice, extras: tuple[Tensor | None, ...],
+    problem: Problem, q_HMD: Tensor, k_HND: Tensor, rows: slice, keys: Keys, extras: tuple[Tensor | None, ...],
     diagonal: int, aligned: int, mods: _Mods | None = None, derivative: bool = False,
 ) -> _Scores:  # fmt: skip
     """The scale is applied to s - m, not to the scores: large scores that are close to each other then lose nothing by it. Only its sign
     has to be known earlier, for the maximum; but what is added to scores, or compared with them, is in their units. e is taken as a power
     of 2 because the exp of the math library under torch is up to 70 times slower where the result underflows, and masked scores do nothing
-    else. Every row here has a key, so l is at least 1, unless a bias or a mod takes all of them away. derivative: keep what it takes.
+    else. Every row here has a key, so l is at least 1, unless a bias or a mod takes all of them away; what a block mask takes is in
+    the bias. derivative: keep what it takes.
     """
     slopes, sinks, bias = extras
     scale, tanh_HMN, sink_HM = problem.softmax_scale, None, None
@@ -620,10 +644,11 @@ def _exp_scores(
     s_grouped = s_HMN.unflatten(1, (problem.group, -1))
     row = torch.arange(rows.start, rows.stop, device=q_HMD.device)[:, None]
     if slopes is not None:
-        distance = row + aligned - torch.arange(keys.start, keys.stop, device=q_HMD.device)
+        column = torch.arange(keys.start, keys.stop, device=q_HMD.device) if isinstance(keys, slice) else keys
+        distance = row + aligned - column
         s_grouped.addcmul_(slopes, distance.abs().float(), value=-1)
     if bias is not None:
-        s_bhgmn = s_grouped.unflatten(0, bias.shape[:2])
+        s_bhgmn = s_grouped.unflatten(0, (bias.shape[0], -1))
         s_bhgmn.masked_fill_(~bias, -math.inf) if bias.dtype == torch.bool else s_bhgmn.add_(bias)
     if mods is not None:
         s_HMN, modified = _modified(mods, s_HMN, problem.group, rows, keys, derivative)
@@ -729,6 +754,52 @@ def _score_gradient(
     if scores.keyless_HM is not None:
         ds_HMN.masked_fill_(scores.keyless_HM, 0.0)
     return ds_HMN, delta_HM
+
+
+def _walk(
+    problem: Problem, q: Tensor, k: Tensor, blocks: Tensor | None
+) -> Iterator[tuple[slice, slice, Iterable[tuple[slice, Keys, Tensor | None]]]]:
+    """`_blocks`, or the same of a block mask: (batch entries, key/value heads, chunks (query rows, keys, which pairs of these are kept)).
+
+    kept: bool [b, h, group, rows, keys] with sizes of 1 for what shares it, None for all but what the problem masks.
+    """
+    if blocks is None:
+        for batch, heads, chunks in _blocks(problem, q, k):
+            yield batch, heads, [(rows, keys, None) for rows, keys in chunks]
+        return
+    sizes, found, _, _ = unpack(blocks)
+    heads_kv, group = q.shape[2:4]
+    own_batch, own_heads = sizes.batch > 1, sizes.heads > 1
+    widest = max(1, int(torch.bincount(list_of(sizes, found)).max()) * BLOCK) if len(found.tile) else 1
+    pairs = max(1, CHUNK_SCORES // (group * BLOCK * widest))
+    step_h = 1 if own_heads else min(heads_kv, pairs)
+    step_b = 1 if own_batch else max(1, pairs // heads_kv)
+    rows = max(-(-MIN_ROWS // group), CHUNK_SCORES // (group * widest))
+    for b in range(0, q.shape[0], step_b):
+        for h in range(0, heads_kv, step_h):
+            mine = found.entry == b % max(1, sizes.batch)
+            if own_heads:
+                mine &= (found.head >= h * group) & (found.head < (h + 1) * group)
+            own = Blocks(*(x[mine] for x in found[:-1]), found.words)
+            chunks = _chunks(sizes, own, rows, *((h * group, group) if own_heads else (0, 1)))
+            yield slice(b, b + step_b), slice(h, h + step_h), chunks
+
+
+def _chunks(sizes: Sizes, blocks: Blocks, most: int, first_head: int, heads: int) -> Iterator[tuple[slice, Tensor, Tensor]]:
+    """Of the blocks of one entry and of so many heads, in at most so many rows. Keys of a block that any of these keeps are gathered for
+    all."""
+    lengths = blocks.row.unique_consecutive(return_counts=True)[1].tolist()
+    for row, column, head, tile in zip(*(x.split(lengths) for x in (blocks.row, blocks.column, blocks.head, blocks.tile)), strict=True):
+        columns, place = column.unique(return_inverse=True)
+        keep = torch.zeros(heads, len(columns), BLOCK, BLOCK, dtype=torch.bool, device=columns.device)
+        keep[head - first_head, place] = dense_of(sizes, Blocks(head, head, row, column, tile, blocks.words))
+        keep = keep.transpose(1, 2).flatten(2)
+        keys = (columns[:, None] * BLOCK + torch.arange(BLOCK, device=columns.device)).flatten()
+        exists = keys < sizes.seqlen_k
+        keys, keep, first = keys[exists], keep[None, None, :, :, exists], int(row[0]) * BLOCK
+        end = min(first + BLOCK, sizes.seqlen_q)
+        for i in range(first, end, most):
+            yield slice(i, min(i + most, end)), keys, keep[..., i - first : min(i + most, end) - first, :]
 
 
 def _blocks(problem: Problem, q: Tensor, k: Tensor) -> Iterator[tuple[slice, slice, list[tuple[slice, slice]]]]:

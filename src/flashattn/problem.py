@@ -34,6 +34,7 @@ class Problem:
     bias: dtype of the additive bias, "bool" of a mask; None without. bias_dims: the dimensions along which it differs, of "bhqk" (batch
     entries, query heads, queries, keys); those of size 1 and expanded ones are left out.
     score_mod, mask_mod: keys of mods (mods.py), None without. mod_aux: (dtype, shape) of the tensors that they read, in this order.
+    blocks: whether there is a block mask, which then is the only one: there are no limits.
     device: what torch calls it, but "hip" is an AMD GPU and "cuda" none. capability: of a "cuda" device; None if it isn't known.
     """
 
@@ -68,6 +69,7 @@ class Problem:
     score_mod: str | None = None
     mask_mod: str | None = None
     mod_aux: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    blocks: bool = False
 
     @property
     def natural(self) -> bool:
@@ -77,7 +79,7 @@ class Problem:
     @property
     def takes_keys(self) -> bool:
         """Whether any row may be left without keys by more than its position."""
-        return bool(self.bias or self.score_mod or self.mask_mod)
+        return bool(self.bias or self.score_mod or self.mask_mod or self.blocks)
 
     @property
     def group(self) -> int:

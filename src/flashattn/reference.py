@@ -103,6 +103,7 @@ def attention_reference(
     score_mod_aux: Sequence[Tensor] = (),
     mask_mod: MaskMod | None = None,
     mask_mod_aux: Sequence[Tensor] = (),
+    block_mask: Any = None,
     dropout_p: float = 0.0,
     dropout_seed: int | Tensor | None = None,
     seqlens_k: Tensor | list[int] | None = None,
@@ -127,6 +128,8 @@ def attention_reference(
     to [batch, heads_q, seqlen_q, seqlen_k]; of booleans True is 0 and False -inf; None for 0. score_mod, mask_mod: records, with the
     tensors that they read; first_entry: the number of the first batch entry, as they are told it.
     seqlens_k: [batch], how many keys each batch entry has, from the first on: as if the others weren't there.
+    block_mask: a `flashattn.BlockMask`, or anything whose to_dense() is bool [batch or 1, heads_q or 1, seqlen_q, seqlen_k], True where a
+    pair is kept; None for all.
     dropout_seed: int, or int64 (seed, offset); or the mask itself, bool [batch, heads_q, seqlen_q, seqlen_k], True where a pair is kept.
     Returns out [batch, seqlen_q, heads_q, head_dim_v] (in the order of `layout`) and with return_lse also lse, natural logarithm,
     [batch, heads_q, seqlen_q]. Both have the dtype of q, in which everything is computed but the distance times its slope and the sum with
@@ -152,6 +155,7 @@ def attention_reference(
     scale = default_scale(q.shape[-1]) if softmax_scale is None else softmax_scale
 
     keep = keep_mask(q.shape[1], k.shape[1], causal=causal, window=window, device=q.device)
+    keep = keep if block_mask is None else keep & block_mask.to_dense()
     attended = keep if bias is None else keep & (bias if bias.dtype == torch.bool else bias != -math.inf)
     scores = attention_scores(q, k, scale, softcap=softcap, alibi_slopes=alibi_slopes, bias=bias)
     entries, row, key = (torch.arange(size, device=q.device) for size in (q.shape[0], q.shape[1], k.shape[1]))

@@ -21,7 +21,8 @@ class Explanation:
     kernels: their names. passed_over: {name: reasons} of the kernels before each in the table. tiles: {pass: row}, without the passes that
     run in plain PyTorch. padded: {pass: (head_dim, head_dim_v)} as these tiles have them. flops and bytes: kept pairs only, and every
     tensor of rows read or written once. Packed calls have upper bounds, as if each sequence had the maximal lengths, because lengths live
-    on the GPU. gpu: of the roofline's table, or None. bounds: {pass: `roofline.Bound`} on it, none without a GPU. measured_ms: what
+    on the GPU. gpu: of the roofline's table, or None. density: the share of blocks that a block mask keeps, None without or where nobody
+    knows; then FLOPs are of all pairs. bounds: {pass: `roofline.Bound`} on it, none without a GPU. measured_ms: what
     `measured` was told.
     """
 
@@ -35,6 +36,7 @@ class Explanation:
     gpu: str | None = None
     bounds: dict = field(default_factory=dict)
     measured_ms: dict[str, float] = field(default_factory=dict)
+    density: float | None = None
 
     def measured(self, *, forward: float | None = None, backward: float | None = None) -> "Explanation":
         """The same with measured milliseconds, of which the print tells the share of the bound. ValueError unless they are positive."""
@@ -55,6 +57,8 @@ class Explanation:
         ]
         if p.window_left is not None or p.window_right is not None:
             lines.append(f"  window ({p.window_left}, {p.window_right}) around the {'top-left' if p.top_left else 'bottom-right'} diagonal")
+        if p.blocks:
+            lines.append(f"  block mask{'' if self.density is None else f' that keeps {self.density:.3g} of the blocks of 128 x 128'}")
         variants = [f"softcap {p.softcap:g}"] * bool(p.softcap) + ["ALiBi"] * p.alibi + _bias_of(p) + ["sinks"] * p.sinks
         lines += [f"  scores with {', '.join(variants)}"] if variants else []
         of_mods = [f"{what} {getattr(p, what)!r}" for what in ("score_mod", "mask_mod") if getattr(p, what)]
@@ -114,8 +118,11 @@ def _passed_over(problem: Problem, direction: str, chosen: Kernel, impl: str | N
     return found
 
 
-def explain(problem: Problem, impl: str | None, gpu: str | None = None) -> Explanation:
-    """gpu: its name in the roofline's table; ValueError for another one, None for no bound."""
+def explain(
+    problem: Problem, impl: str | None, gpu: str | None = None, density: float | None = None, pairs: int | None = None
+) -> Explanation:
+    """gpu: its name in the roofline's table; ValueError for another one, None for no bound. density, pairs: of a block mask, see
+    `Explanation`; the pairs that it keeps in all heads and batch entries."""
     from ..roofline.bound import bound_of
     from ..roofline.gpus import find
     from ..roofline.work import attention
@@ -128,9 +135,9 @@ def explain(problem: Problem, impl: str | None, gpu: str | None = None) -> Expla
         tiles |= rows
         padded |= dict.fromkeys(rows, kernel.padded(problem, direction))
     kernels = {direction: kernel.name for direction, kernel in chosen.items()}
-    counted = {direction: attention(problem, direction) for direction in DIRECTIONS}
+    counted = {direction: attention(problem, direction, pairs=pairs) for direction in DIRECTIONS}
     flops, moved = ({name: getattr(work, what) for name, work in counted.items()} for what in ("flops", "bytes"))
     known = None if gpu is None else find(gpu)
     dtype = "tf32" if problem.tf32 else problem.dtype
     bounds = {} if known is None else {name: bound_of(work, known, dtype) for name, work in counted.items()}
-    return Explanation(problem, kernels, passed_over, tiles, padded, flops, moved, known and known.name, bounds)
+    return Explanation(problem, kernels, passed_over, tiles, padded, flops, moved, known and known.name, bounds, density=density)

@@ -41,6 +41,7 @@ FEATURES: dict[str, dict] = {
     "bias, seqlens_k": {"bias": "bfloat16", "bias_dims": "hqk", "used_k": True},
     "score_mod": {"score_mod": "softcap"},
     "mask_mod": {"mask_mod": "documents"},
+    "block_mask": {"blocks": True},
     "dropout": {"dropout": 0.1},
     "dropout, head_dim 256": {"dropout": 0.1, **WIDE},
     "deterministic": {"deterministic": True},

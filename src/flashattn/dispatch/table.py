@@ -82,7 +82,7 @@ def portable_reasons(problem: Problem, direction: str) -> list[str]:
 
 def _kinds(problem: Problem) -> tuple[str, ...]:
     """Which special rows serve a problem, the last first: "padded" head dims are no power of two, rows of "unaligned" ones start at no
-    multiple of 16 bytes; an "open" problem masks nothing and groups no heads; a "biased" one has a bias or a mod."""
+    multiple of 16 bytes; an "open" problem masks nothing and groups no heads; a "biased" one has a bias, a mod or a block mask."""
     biased = ("biased",) * problem.takes_keys
     dims, lengths = (problem.head_dim, problem.head_dim_v), (problem.seqlen_q, problem.seqlen_k)
     if any(padded_head_dim(dim) != dim for dim in dims):
@@ -140,6 +140,8 @@ def hopper_reasons(problem: Problem, direction: str) -> list[str]:
         found.append("a score_mod: the portable kernels run it")
     if problem.mask_mod:
         found.append("a mask_mod: the portable kernels run it")
+    if problem.blocks:
+        found.append("a block mask")
     if problem.alibi and problem.top_left:
         found.append("ALiBi beside a top-left diagonal: it counts both from one diagonal")
     if not problem.aligned:

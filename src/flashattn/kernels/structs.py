@@ -41,6 +41,7 @@ class Extras(NamedTuple):
     shared; what a loop is given starts at its head (`bias_of_head`) and has no stride_b and stride_h. A mask of booleans comes as bytes.
 
     Of dropout, which is no score: rng, a pointer to int64 (seed, offset); dropout, its probability; rescale, 1 / (1 - dropout), or 0.
+    blocks: of a block mask, a pointer to int32, see flashattn/block_lists.py.
 
     score_aux, mask_aux: tuples of `Aux`, what a score_mod and a mask_mod were given. sequence, head: where a loop is, for them: Extras(...,
     None, None, None, extras.score_aux, extras.mask_aux, sequence, head).
@@ -63,6 +64,7 @@ class Extras(NamedTuple):
     mask_aux: object = None
     sequence: object = None
     head: object = None
+    blocks: object = None
 
 
 class Aux(NamedTuple):
@@ -93,6 +95,7 @@ class Spec(NamedTuple):
     dropout: bool = False
     sinks: bool = False  # False in a backward, where lse says it all
     scores_move: bool = False  # q or k has a tangent
+    blocks: bool = False  # a block mask, and then no limits
     bias: int = 0  # none, or ADDED or KEPT of common/score.py
     natural: bool = False  # with a bias or a score_mod scores are in natural units, others' in base 2
 

@@ -8,6 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
+from ..block_lists import BLOCK, rows_with_keys
 from ..dispatch.table import padded_head_dim
 from ..kernels.common.score import ADDED, KEPT
 from ..kernels.structs import Aux, Extras, Spec, Tile, View
@@ -55,10 +56,16 @@ def spec_of(problem: Problem, ragged: bool, forward=False, need_dk=False, need_d
         softcap=bool(problem.softcap),
         alibi=problem.alibi,
         dropout=problem.dropout > 0,
+        blocks=problem.blocks,
         sinks=forward and problem.sinks,
         bias=0 if not problem.bias else KEPT.value if problem.bias == "bool" else ADDED.value,
         natural=problem.natural,
     )
+
+
+def ragged(problem: Problem, length: int, block: int) -> bool:
+    """Whether a walk of tiles may meet one that doesn't exist in full; that of a block mask ends with a whole block."""
+    return length % (BLOCK if problem.blocks else block) != 0
 
 
 def tile_of(problem: Problem, config, *views: View) -> Tile:
@@ -101,9 +108,9 @@ def tangent_scale(problem: Problem) -> float:
     return problem.softmax_scale / scale_log2(problem) if prescaled else problem.softmax_scale
 
 
-def extras_of(problem: Problem, slopes, sinks=None, bias=None, rng=None, aux=()) -> Extras:
+def extras_of(problem: Problem, slopes, sinks=None, bias=None, rng=None, aux=(), blocks=None) -> Extras:
     """slopes and sinks are float32 and contiguous, or None; bias as `as_bytes` gives it; rng: int64 [2], contiguous, or None. aux: what the
-    score_mod and the mask_mod read, one behind the other, as `as_bytes` gives it."""
+    score_mod and the mask_mod read, one behind the other, as `as_bytes` gives it. blocks: the tensor of a block mask, or None."""
     inner = cap = stride = None
     unit = 1.0 if problem.natural else LOG2_E
     if problem.softcap:
@@ -120,7 +127,7 @@ def extras_of(problem: Problem, slopes, sinks=None, bias=None, rng=None, aux=())
     if aux:
         found, of_score = [Aux(x, tuple(x.shape), x.stride()) for x in aux], len(aux_names(problem)[0])
         of_mods = [tuple(some) or None for some in (found[:of_score], found[of_score:])]
-    return Extras(inner, slopes, stride, sinks, cap, bias, *of_bias, rng, *dropout, *of_mods)
+    return Extras(inner, slopes, stride, sinks, cap, bias, *of_bias, rng, *dropout, *of_mods, None, None, blocks)
 
 
 def aux_names(problem: Problem) -> list[tuple[str, ...]]:
@@ -176,8 +183,8 @@ def results(problem: Problem, q):
 
 
 def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> bool:
-    """A bias or a mod may leave any row nothing, else a dense diagonal tells. Lengths are on the GPU, so any limit may leave a row nothing,
-    unless one tensor serves both sides.
+    """A bias, a mod or a block mask may leave any row nothing, else a dense diagonal tells. Lengths are on the GPU, so any limit may leave
+    a row nothing, unless one tensor serves both sides.
 
     Rows of sequences without any key count only where there are sinks: no tile visits them, but the gradient of the sinks sums over them.
     """
@@ -194,10 +201,12 @@ def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> 
     return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
 
 
-def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=None):
+def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=None, blocks=None):
     """bool, like lse or broadcast along its heads. A sink gives such rows an lse, so then their positions have to tell, and the bias."""
     if not problem.sinks:
         return lse == float("-inf")
+    if problem.blocks:
+        return _rows_that_a_block_mask_empties(problem, blocks, bias)
     if problem.bias:
         return _rows_that_a_bias_empties(problem, bias)
     row = torch.arange(lse.shape[-1], device=lse.device)
@@ -218,6 +227,12 @@ def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=No
     if problem.window_right is not None:
         empty |= position + problem.window_right < 0
     return empty
+
+
+def _rows_that_a_block_mask_empties(problem: Problem, blocks, bias):
+    """bool [batch, heads_q, rows], with what a bias takes away. A mask of fewer entries or heads is shared by the others in turn."""
+    empty = ~rows_with_keys(blocks, bias)
+    return empty.repeat(problem.batch // empty.shape[0], problem.heads_q // empty.shape[1], 1)
 
 
 def _rows_that_a_bias_empties(problem: Problem, bias):

@@ -26,6 +26,7 @@ from .common import (
     mods_of,
     on_device,
     options_of,
+    ragged,
     results,
     rows_without_keys,
     scale_log2,
@@ -50,13 +51,13 @@ def _sizes(problem: Problem, block: int, over_keys: bool) -> tuple[tuple[int], t
 
 
 def forward_launch(
-    problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None, bias=None, rng=None, *aux
+    problem: Problem, config, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes=None, sinks=None, bias=None, rng=None, blocks=None, *aux
 ):  # fmt: skip
     """(kernel, grid, arguments, options) of the forward: what `forward` launches and what is compiled ahead of time in tests."""
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(out)
-    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0, forward=True), tile_of(problem, config, *views)
-    extras, mods = extras_of(problem, slopes, sinks, bias, rng, aux), mods_of(problem, gradient=False)
+    spec, tile = spec_of(problem, ragged(problem, problem.seqlen_k, config.block_n), forward=True), tile_of(problem, config, *views)
+    extras, mods = extras_of(problem, slopes, sinks, bias, rng, aux, blocks), mods_of(problem, gradient=False)
     args = (*views, lse, Seqlens(cu_seqlens_q, cu_seqlens_k), extras, *sizes, scale_log2(problem), spec, tile, *mods)
     return attn_fwd, grid, args, options_of(config)
 
@@ -84,45 +85,50 @@ def delta_launch(problem: Problem, config, out, dout, dlse, delta):
 
 
 def dkdv_launch(
-    problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None, rng=None, *aux
+    problem: Problem, config, q, k, v, dout, lse, delta, dk, dv, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None, rng=None,
+    blocks=None, *aux
 ):  # fmt: skip
     """dk or dv may be None. v and delta are for dk alone. lse: with a bias the shifts of `shifts_of`."""
     if dk is None:
         v = delta = None
     grid, sizes = _sizes(problem, config.block_n, over_keys=True)
     views, gradients = ([None if tensor is None else view_of(tensor) for tensor in some] for some in ((q, k, v, dout), (dk, dv)))
-    spec = spec_of(problem, problem.seqlen_q % config.block_m != 0, need_dk=dk is not None, need_dv=dv is not None)
+    spec = spec_of(problem, ragged(problem, problem.seqlen_q, config.block_m), need_dk=dk is not None, need_dv=dv is not None)
     tile = tile_of(problem, config, *[view for view in (*views, *gradients) if view is not None])
     args = (
-        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias, rng, aux), *sizes,
-        problem.softmax_scale, scale_log2(problem), spec, tile, *mods_of(problem),
+        *views, lse, delta, *gradients, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias, rng, aux, blocks),
+        *sizes, problem.softmax_scale, scale_log2(problem), spec, tile, *mods_of(problem),
     )  # fmt: skip
     return attn_bwd_dkdv, grid, args, options_of(config)
 
 
-def dq_launch(problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None, rng=None, *aux):
+def dq_launch(
+    problem: Problem, config, q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes=None, bias=None, rng=None, blocks=None,
+    *aux,
+):  # fmt: skip
     grid, sizes = _sizes(problem, config.block_m, over_keys=False)
     views = view_of(q), view_of(k), view_of(v), view_of(dout)
     dq_view = view_of(dq)
-    spec, tile = spec_of(problem, problem.seqlen_k % config.block_n != 0), tile_of(problem, config, *views, dq_view)
+    spec, tile = spec_of(problem, ragged(problem, problem.seqlen_k, config.block_n)), tile_of(problem, config, *views, dq_view)
     args = (
-        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias, rng, aux), *sizes,
+        *views, lse, delta, dq_view, Seqlens(cu_seqlens_q, cu_seqlens_k), extras_of(problem, slopes, None, bias, rng, aux, blocks), *sizes,
         problem.softmax_scale, scale_log2(problem), spec, tile, *mods_of(problem),
     )  # fmt: skip
     return attn_bwd_dq, grid, args, options_of(config)
 
 
 def forward(
-    problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, rng=None, aux=(), token=None
-):
+    problem: Problem, q, k, v, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None, rng=None, aux=(), blocks=None,
+    token=None,
+):  # fmt: skip
     """(out, lse) of attention. slopes, sinks: float32 and contiguous. bias: of four dimensions, each of its size or 1. rng: int64 (seed,
-    offset) of dropout, contiguous. aux: what mods read. token: for a caller
-    that has made this call before, with contiguous rows, what tells it from others."""
+    offset) of dropout, contiguous. aux: what mods read. blocks: of a block mask, see block_lists.py. token: for a caller that has made this
+    call before, with contiguous rows, what tells it from others."""
     if token is None:
         q, k, v = contiguous_rows(q), contiguous_rows(k), contiguous_rows(v)
     out, lse = results(problem, q)
     with on_device(q):
-        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks, as_bytes(bias), rng, *map(as_bytes, aux))
+        tensors = (q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, slopes, sinks, as_bytes(bias), rng, blocks, *map(as_bytes, aux))
         run("forward", problem, tensors, lambda: forward_launch(problem, _rows_of(problem)["forward"], *tensors), token)
     return out, lse
 
@@ -141,8 +147,8 @@ def tangent(problem: Problem, q, k, v, tq, tk, tv, tsinks, cu_seqlens_q=None, cu
 
 def backward(
     problem: Problem, needs, dout, dlse, q, k, v, out, lse, cu_seqlens_q=None, cu_seqlens_k=None, slopes=None, sinks=None, bias=None,
-    rng=None, aux=(),
-):
+    rng=None, aux=(), blocks=None,
+):  # fmt: skip
     """(dq, dk, dv, dsinks, dbias), None where `needs` says so; what only an unneeded gradient uses (v, out for dv alone) may be None.
 
     dsinks: float32, of each batch entry, see `sinks_gradient`.
@@ -156,7 +162,7 @@ def backward(
     empty = None
     if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
         seen = _without_sinks(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, bias, aux)
-        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k, bias) if seen is None else seen == float("-inf")
+        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k, bias, blocks) if seen is None else seen == float("-inf")
         dout, masked_dlse = without_rows(empty, dout, dlse)
         dlse = dlse if need_dsinks else masked_dlse  # lse is the sink there, so the sink is owed what comes
     rows, aux = _rows_of(problem), [*map(as_bytes, aux)]
@@ -172,7 +178,7 @@ def backward(
             if empty is not None and dlse is not None:
                 delta.masked_fill_(empty, 0.0)
         if problem.natural and lse.numel():
-            lse = shifts_of(problem, q, k, lse, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k, aux)
+            lse = shifts_of(problem, q, k, lse, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k, blocks, aux)
             bias = as_bytes(bias)
         allocate = torch.zeros if problem.used_k else torch.empty  # keys that aren't used are in no tile
         if need_dk:
@@ -182,14 +188,14 @@ def backward(
         for name, outputs in {"dkdv": (dk, dv), "dk": (dk, None), "dv": (None, dv)}.items():
             if name in rows and outputs != (None, None):
                 for_dk = (v, delta) if outputs[0] is not None else (None, None)
-                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k, slopes, bias, rng, *aux)
+                tensors = (q, k, for_dk[0], dout, lse, for_dk[1], *outputs, cu_seqlens_q, cu_seqlens_k, slopes, bias, rng, blocks, *aux)
                 run(name, problem, tensors, partial(dkdv_launch, problem, rows[name], *tensors))
         if need_dq:
             dq = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes, bias, rng, *aux)
+            tensors = (q, k, v, dout, lse, delta, dq, cu_seqlens_q, cu_seqlens_k, slopes, bias, rng, blocks, *aux)
             run("dq", problem, tensors, partial(dq_launch, problem, rows["dq"], *tensors))
         if need_dbias:
-            dbias = bias_gradient(problem, q, k, v, dout, lse, delta, slopes, bias, rng, aux)
+            dbias = bias_gradient(problem, q, k, v, dout, lse, delta, slopes, bias, rng, blocks, aux)
     return dq, dk, dv, dsinks, dbias
 
 

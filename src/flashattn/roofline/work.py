@@ -114,6 +114,7 @@ def attention(
     direction: str,
     lengths: Iterable[tuple[int, int]] | None = None,
     blocks: tuple[Sequence[Sequence[bool]], int, int] | None = None,
+    pairs: int | None = None,
 ) -> Work:
     """Fused attention: one pass, `direction` "forward", "backward" or "tangent", of the call that `problem` describes.
 
@@ -126,7 +127,8 @@ def attention(
     gradient, if it can have one, written: p (dp - delta) is made on the way, so it takes no FLOPs that count.
 
     lengths: of the sequences of a packed call, (queries, keys) each. Without them a packed call gets an upper bound of FLOPs, as if each
-    sequence had the maximal lengths. blocks: (keep, block_q, block_k) of `block_pairs`, the same for every head of a dense call.
+    sequence had the maximal lengths. blocks: (keep, block_q, block_k) of `block_pairs`, the same for every head of a dense call. pairs:
+    those kept in all heads and batch entries together, of whoever has counted them (`BlockMask.kept_pairs`).
     ValueError for an unknown direction, for lengths of a dense call or such that the packed one can't have, for blocks of a packed one.
 
     Source: Dao et al. 2022, algorithms 1 and 4; Dao 2023 (FlashAttention-2), section 4.1, for counting 4 and 10 FLOPs a pair and dim.
@@ -138,14 +140,7 @@ def attention(
     if blocks is not None and problem.varlen:
         raise ValueError("blocks of a packed call: expected a dense one")
     p = problem
-    if lengths is not None:
-        alone = replace(p, batch=1, varlen=False, total_q=0, total_k=0)
-        pairs = sum(kept_pairs(replace(alone, seqlen_q=rows, seqlen_k=columns)) for rows, columns in _checked(lengths, p))
-    else:
-        pairs = p.batch * (kept_pairs(p) if blocks is None else block_pairs(*blocks, p))
-        if p.varlen:
-            pairs = min(pairs, p.total_q * p.seqlen_k, p.total_k * p.seqlen_q)
-    pairs *= p.heads_q
+    pairs = p.heads_q * _pairs_of_heads(p, lengths, blocks) if pairs is None else pairs
     rows_q = p.total_q if p.varlen else p.batch * p.seqlen_q
     rows_k = p.total_k if p.varlen else p.batch * p.seqlen_k
     once = p.itemsize * (p.head_dim + p.head_dim_v) * (rows_q * p.heads_q + rows_k * p.heads_kv)  # q, k, v and out
@@ -156,6 +151,18 @@ def attention(
         return Work(times * 2 * pairs * (p.head_dim + p.head_dim_v), moved)
     bias = p.bias_bytes if p.bias == "bool" else 2 * p.bias_bytes
     return Work(2 * pairs * (3 * p.head_dim + 2 * p.head_dim_v), 2 * once + lse + bias)  # dout, dq, dk, dv are as large as out, q, k, v
+
+
+def _pairs_of_heads(
+    problem: Problem, lengths: Iterable[tuple[int, int]] | None, blocks: tuple[Sequence[Sequence[bool]], int, int] | None
+) -> int:
+    """Kept pairs of one query head in all batch entries."""
+    p = problem
+    if lengths is not None:
+        alone = replace(p, batch=1, varlen=False, total_q=0, total_k=0)
+        return sum(kept_pairs(replace(alone, seqlen_q=rows, seqlen_k=columns)) for rows, columns in _checked(lengths, p))
+    pairs = p.batch * (kept_pairs(p) if blocks is None else block_pairs(*blocks, p))
+    return min(pairs, p.total_q * p.seqlen_k, p.total_k * p.seqlen_q) if p.varlen else pairs
 
 
 def _checked(lengths: Iterable[tuple[int, int]], problem: Problem) -> list[tuple[int, int]]:

@@ -11,9 +11,9 @@ With F(x) = (out, lse) of x = (q, k, v, sinks), tangents t of x and u = (dout, d
 for the derivative of H along t is the Hessian of u . F times t, and so is the gradient of u . F'(x) t in x. Slopes have no derivative and
 say so.
 
-Saved for backward: q, k, lse, slopes, sinks and bias, none of them copied, and the seed of dropout; and v and out unless dV is the only
-gradient (dV = p^T dO needs neither). Nothing is saved, computed or allocated for a derivative that nobody asked for. With a bias, and with
-dropout, there is the first derivative, in reverse, and others say that they are missing.
+Saved for backward: q, k, lse, slopes, sinks, bias and block mask, none of them copied, and the seed of dropout; and v and out unless dV
+is the only gradient (dV = p^T dO needs neither). Nothing is saved, computed or allocated for a derivative that nobody asked for. With a
+bias, with a block mask and with dropout, there is the first derivative, in reverse, and others say that they are missing.
 
 The surprising fact: forward-mode AD asks a Function only after it has run, so its kernel would run for nothing. `_pushforward` takes the
 tangents first and asks for out and its tangent at once; only where a transform hides them is `Attention.jvp` asked.
@@ -32,7 +32,7 @@ from . import schemas, sharding
 from .again import unheard, wants_gradients
 from .schemas import LIBRARY
 
-_INPUTS, _OPTIONS = 6, 13  # arguments of attn_fwd: q, k, v, alibi_slopes, sinks, bias; and those after them
+_INPUTS, _OPTIONS = 6, 14  # arguments of attn_fwd: q, k, v, alibi_slopes, sinks, bias; and those after them
 
 
 def _differentiable(function, *args):
@@ -61,8 +61,8 @@ def _pushforward(*args):
     return forward_ad.make_dual(out, tout), forward_ad.make_dual(lse, tlse)
 
 
-def _refuse_others(bias, dropout_p):
-    for what, given in (("a bias", bias is not None), ("dropout", dropout_p)):
+def _refuse_others(bias, dropout_p, blocks):
+    for what, given in (("a bias", bias is not None), ("dropout", dropout_p), ("a block mask", blocks is not None)):
         if given:
             instead = ", or say with causal, window, alibi_slopes or softcap what the bias says" if bias is not None else ""
             raise NotImplementedError(
@@ -71,8 +71,8 @@ def _refuse_others(bias, dropout_p):
             )
 
 
-def _with_tangents(q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, *rest, tangents):
-    _refuse_others(bias, dropout_p)
+def _with_tangents(q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, *rest, tangents):
+    _refuse_others(bias, dropout_p, blocks)
     tq, tk, tv, tslopes, tsinks, _ = tangents
     if tslopes is not None:
         raise NotImplementedError(NO_SLOPES_GRADIENT)
@@ -250,7 +250,7 @@ class AttentionTangent(torch.autograd.Function):
     def backward(ctx, dout, dlse, dtout, dtlse):
         q, k, v, *tangents, slopes, sinks, cu_seqlens_q, cu_seqlens_k, out, lse = ctx.saved_tensors
         extras, options = (ctx.head_dim_v, slopes, sinks), (ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options)
-        of_backward = None, ctx.softcap, 0.0, None, *options[1:]  # without a bias and without dropout
+        of_backward = None, ctx.softcap, 0.0, None, None, *options[1:]  # without a bias, dropout and a block mask
         asked = ctx.needs_input_grad
         needs, needs_of_tangents = (*asked[:3], asked[8]), asked[3:7]
         first = second = of_tangents = [None] * 4
@@ -263,7 +263,7 @@ class AttentionTangent(torch.autograd.Function):
                 found = attn_bwd(dtout, dtlse, q, k, v, out, lse, *extras, *of_backward, *needs_of_tangents, False)
                 of_tangents = _wanted(found[:4], needs_of_tangents)
         *gradients, dsinks = map(_sum, first, second)
-        return (*gradients, *of_tangents, None, None if dsinks is None else dsinks.sum(0), *[None] * (_OPTIONS - 2))
+        return (*gradients, *of_tangents, None, None if dsinks is None else dsinks.sum(0), *[None] * (_OPTIONS - 3))
 
     @staticmethod
     def vmap(info, in_dims, *args, call=attn_jvp):
@@ -285,9 +285,9 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        tensors, (head_dim_v, slopes, sinks, bias, softcap, dropout_p, _, *rest) = inputs[:7], inputs[7:]
+        tensors, (head_dim_v, slopes, sinks, bias, softcap, dropout_p, _, blocks, *rest) = inputs[:7], inputs[7:]
         cu_seqlens_q, cu_seqlens_k, *options = rest
-        others = slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k
+        others = slopes, sinks, bias, blocks, cu_seqlens_q, cu_seqlens_k
         ctx.save_for_backward(*tensors[:5], *others)
         if forward_ad._current_level >= 0:
             ctx.save_for_forward(*tensors, *others)
@@ -297,8 +297,8 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *tangents):
-        dout, dlse, q, k, v, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        _refuse_others(bias, ctx.dropout_p)
+        dout, dlse, q, k, v, slopes, sinks, bias, blocks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        _refuse_others(bias, ctx.dropout_p, blocks)
         tangents = _wanted(tangents, ctx.needs)[:4]
         asked = ctx.needs_input_grad
         needs = *asked[2:5], asked[9]
@@ -316,15 +316,15 @@ class AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx, tdout, tdlse, tq, tk, tv, tout, tlse, head_dim_v, tslopes, tsinks, *_):
-        dout, dlse, q, k, v, out, lse, slopes, sinks, bias, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
-        _refuse_others(bias, ctx.dropout_p)
+        dout, dlse, q, k, v, out, lse, slopes, sinks, bias, blocks, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
+        _refuse_others(bias, ctx.dropout_p, blocks)
         if tslopes is not None:
             raise NotImplementedError(NO_SLOPES_GRADIENT)
         tangents = tq, tk, tv, _of_entries(tsinks, q)
         extras, options = (ctx.head_dim_v, slopes, sinks), (ctx.softcap, cu_seqlens_q, cu_seqlens_k, *ctx.options)
         terms = []
         if tdout is not None or tdlse is not None:
-            terms.append(attn_bwd(tdout, tdlse, q, k, v, out, lse, *extras, None, ctx.softcap, 0.0, None, *options[1:], *ctx.needs))
+            terms.append(attn_bwd(tdout, tdlse, q, k, v, out, lse, *extras, None, ctx.softcap, 0.0, None, None, *options[1:], *ctx.needs))
         if any(x is not None for x in tangents):
             found = attn_second(dout, dlse, q, k, v, *tangents, *extras, *options, *ctx.needs[:4])
             terms.append((*found, q.new_empty(0)))
@@ -333,7 +333,7 @@ class AttentionBackward(torch.autograd.Function):
     @staticmethod
     def vmap(info, in_dims, *args, call=attn_bwd):
         tensors, head_dim_v, (slopes, sinks, bias, *scalars), needs = args[:7], args[7], args[8:], args[-5:]
-        _, dropout_p, _, *rest = scalars
+        _, dropout_p, _, _, *rest = scalars
         if dropout_p:
             return _each(info, in_dims, args, call)
         folded, sizes = _fold(info, in_dims, tensors, rest[0])
@@ -359,7 +359,7 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k, *options = inputs
+        q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, cu_seqlens_q, cu_seqlens_k, *options = inputs
         out, lse = output
         *needs, needs_dslopes, needs_dsinks, needs_dbias = ctx.needs_input_grad[:_INPUTS]
         if needs_dslopes:
@@ -367,9 +367,9 @@ class Attention(torch.autograd.Function):
         ctx.needs = (*needs, needs_dsinks, needs_dbias)
         needs_dp = ctx.needs[0] or ctx.needs[1] or needs_dsinks or needs_dbias
         v, out = (v, out) if needs_dp else (None, None)
-        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, rng, cu_seqlens_q, cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k)
         if forward_ad._current_level >= 0:
-            ctx.save_for_forward(*inputs[:_INPUTS], cu_seqlens_q, cu_seqlens_k)
+            ctx.save_for_forward(*inputs[:_INPUTS], blocks, cu_seqlens_q, cu_seqlens_k)
         ctx.softcap, ctx.dropout_p = softcap, dropout_p
         ctx.options = options
         ctx.head_dim_v = output[0].shape[-1]
@@ -377,30 +377,30 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, slopes, sinks, bias, rng, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
+        q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
         dq = dk = dv = dsinks = dbias = None
         if dout is not None or dlse is not None:
-            extras = slopes, sinks, bias, ctx.softcap, ctx.dropout_p, rng
+            extras = slopes, sinks, bias, ctx.softcap, ctx.dropout_p, rng, blocks
             args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs)
             dq, dk, dv, dsinks, dbias = _wanted(attn_bwd(*args), ctx.needs)
         return (dq, dk, dv, None, None if dsinks is None else dsinks.sum(0), dbias, *[None] * _OPTIONS)
 
     @staticmethod
     def jvp(ctx, *tangents):
-        *inputs, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
-        scalars = ctx.softcap, ctx.dropout_p, None, cu_seqlens_q, cu_seqlens_k, *ctx.options
+        *inputs, blocks, cu_seqlens_q, cu_seqlens_k = _primals(ctx)
+        scalars = ctx.softcap, ctx.dropout_p, None, blocks, cu_seqlens_q, cu_seqlens_k, *ctx.options
         found = _with_tangents(*inputs, *scalars, tangents=tangents[:_INPUTS])
         return found[2:]
 
     @staticmethod
-    def vmap(info, in_dims, q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, *rest, call=attn_fwd):
+    def vmap(info, in_dims, q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, *rest, call=attn_fwd):
         if dropout_p:
-            return _each(info, in_dims, (q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, *rest), call)
+            return _each(info, in_dims, (q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, *rest), call)
         folded, sizes = _fold(info, in_dims, (q, k, v), rest[0])
         rest = rest[0], _fold_lengths(rest[1], in_dims[10], sizes), *rest[2:]
         slopes = _fold_extras(slopes, sinks, in_dims[3:], sizes)
         bias = _fold_bias(bias, in_dims[5], sizes, apart=False)
-        return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, bias, softcap, dropout_p, rng, *rest)), (0, 0)
+        return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, bias, softcap, dropout_p, rng, blocks, *rest)), (0, 0)
 
 
 for _function, _operator in (

@@ -71,10 +71,11 @@ def _biased(bias) -> tuple[str, str]:
 def describe(
     q, k, head_dim_v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic, aligned=False, extras=(None, None, None, 0.0, 0.0),
-    mods=NO_MODS,
+    mods=NO_MODS, blocks=None,
 ) -> Problem:  # fmt: skip
     """The Problem of a call, from its (already checked) tensors. extras: alibi_slopes, sinks, bias, softcap and dropout_p. cu_seqlens_k: of
-    a dense call, the lengths of keys. mods: keys of the score_mod and of the mask_mod, and the tensors that they read."""
+    a dense call, the lengths of keys. mods: keys of the score_mod and of the mask_mod, and the tensors that they read. blocks: the tensor
+    of a block mask."""
     slopes, sinks, bias, softcap, dropout_p = extras
     return _problem(
         q.dtype, q.shape, k.shape, head_dim_v, None if cu_seqlens_q is None else cu_seqlens_q.shape[0] - 1, max_seqlen_q, max_seqlen_k,
@@ -83,6 +84,7 @@ def describe(
         slopes is not None, sinks is not None, softcap, dropout_p, *(NO_BIAS if bias is None else _biased(bias)),
         cu_seqlens_q is None and cu_seqlens_k is not None,
         *(NO_MODS if mods is NO_MODS else (*mods[:2], tuple((str(x.dtype).removeprefix("torch."), tuple(x.shape)) for x in mods[2]))),
+        blocks is not None,
     )  # fmt: skip
 
 
@@ -91,7 +93,7 @@ def _problem(
     dtype, shape_q, shape_k, head_dim_v, sequences, max_seqlen_q, max_seqlen_k,
     softmax_scale, window_left, window_right, top_left, deterministic,
     tf32, interpret, aligned, device, capability, alibi, sinks, softcap, dropout_p, bias, bias_dims, used_k,
-    score_mod, mask_mod, mod_aux,
+    score_mod, mask_mod, mod_aux, blocks,
 ) -> Problem:  # fmt: skip
     """`sequences` is None in a dense call."""
     varlen = sequences is not None
@@ -129,4 +131,5 @@ def _problem(
         score_mod=score_mod,
         mask_mod=mask_mod,
         mod_aux=mod_aux,
+        blocks=blocks,
     )

@@ -17,7 +17,7 @@ from . import schemas
 from .autograd import _differentiable, _each, _wanted
 from .schemas import LIBRARY
 
-_ARGUMENTS, _TENSORS, _OPTIONS = 19, 6, 13  # of attn_fwd: all, the first that may be differentiated, and those after them
+_ARGUMENTS, _TENSORS, _OPTIONS = 20, 6, 14  # of attn_fwd: all, the first that may be differentiated, and those after them
 _MODS = "str? score_mod, str? mask_mod, Tensor[] mod_aux"
 _NEEDS = "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias"
 LIBRARY.define(

@@ -2,7 +2,7 @@
 
 Runs on the host, only while a launch hook is set. FLOPs are those of the products over the pairs that the mask keeps, and of all that this
 kernel computes: each backward pass rebuilds the scores, so together they count more than `flashattn.explain` does. Packed calls have none,
-since their lengths live on the GPU. Bytes are every tensor once, in its full extent.
+since their lengths live on the GPU, nor have those with a block mask. Bytes are every tensor once, in its full extent.
 """
 
 
@@ -36,7 +36,7 @@ def metadata(name, args, heads_kv, head_dim, head_dim_v, tensors, products_d=1, 
     """tensors: q is the first. products_d, products_dv: how many products of a tile run along head_dim, and along head_dim_v."""
     heads = f"h{args['heads_q']}/{heads_kv}_d{head_dim}/{head_dim_v}"
     found = {"name": f"{name}[b{args['batch']}_q{args['total_q']}_k{args['total_k']}_{heads}]"} | total_bytes(tensors)
-    if not args["SPEC"].varlen:
+    if not (args["SPEC"].varlen or args["SPEC"].blocks):
         pairs = args["batch"] * args["heads_q"] * _kept_pairs(args)
         found[f"flops{8 * tensors[0].element_size()}"] = 2 * pairs * (products_d * head_dim + products_dv * head_dim_v)
     return found

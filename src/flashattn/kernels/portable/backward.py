@@ -14,6 +14,7 @@ large passes say the same of a tile and of its transpose, which one reads side b
 import triton
 import triton.language as tl
 
+from ..common.blocks import block_list, kept_bits, listed_head, listed_place
 from ..common.bounds import key_range, query_range
 from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
 from ..common.index import existing, head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
@@ -56,11 +57,11 @@ def gather_dkdv(
     """Add what the query rows [lo, hi) of the heads of a group give to dK and dV of a block of keys: one flat loop over both.
 
     words: `sequence_words` of dropout. place: (batch entry, sequence, batch). sides: (first row, rows, keys, rows of all). visit: (lo,
-    full_lo, full_hi, hi). aligned: the diagonal's offset as ALiBi has it.
+    full_lo, full_hi, hi, the list of a block mask). aligned: the diagonal's offset as ALiBi has it. group: how often [lo, hi) is walked.
     """
     entry, sequence, batch = place
     q_start, rows_q, rows_k, total_q = sides
-    lo, full_lo, full_hi, hi = visit
+    lo, full_lo, full_hi, hi, listed = visit
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -80,6 +81,10 @@ def gather_dkdv(
     for m in tl.range(lo, stop, BLOCK_M):
         member = (m - lo) // length if SPEC.grouped else 0
         m0 = m - member * length
+        if SPEC.blocks:
+            if SPEC.grouped:
+                member += listed_head(listed, m0)
+            m0, bits = listed_place(listed, m0)
         rows = rows_q - m0
         q_pointers = q_first + (step(member, q.stride_h, TILE.align) + step(m0, q.stride_n, TILE.align))
         q_MD = load_tile(q_pointers, rows, HEAD_DIM, BLOCK_M, BLOCK_D, SPEC.ragged)
@@ -121,6 +126,11 @@ def gather_dkdv(
                 row_M = m0 + tl.arange(0, BLOCK_M)
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask((row_M + diagonal)[None, :], k_pos_N[:, None], (row_M < rows_q)[None, :], left, right, SPEC)
+                p_NM = tl.where(keep, p_NM, 0.0)
+        if SPEC.blocks:
+            if bits >= 0:
+                row_M, key_N = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+                keep = kept_bits(listed, bits, row_M[None, :], key_N[:, None], n0, BLOCK_N)
                 p_NM = tl.where(keep, p_NM, 0.0)
         weight_NM = score_weight(p_NM, t_NM, SPEC)
         if SPEC.dropout:
@@ -185,11 +195,14 @@ def attn_bwd_dkdv(
         words = None
         if SPEC.dropout:
             words = sequence_words(extras.rng, sequence)
-        visit = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
+        turns, listed = group, 0
+        lo, full_lo, full_hi, hi = query_range(n0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
+        if SPEC.blocks:
+            listed, hi, turns = block_list(extras.blocks, entry, head_kv * group, group, n0, True)
         dk_ND, dv_NV = gather_dkdv(
-            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, extras, words, (entry, sequence, batch), head_kv * group, group,
-            (q_start, rows_q, rows_k, total_q), n0, diagonal, rows_k - rows_q, visit, scale_log2, left, right, SPEC, TILE,
-            SCORE_MOD, SCORE_GRAD, MASK_MOD,
+            dk_ND, dv_NV, k_ND, v_NV, q, dout, lse_first, delta_first, extras, words, (entry, sequence, batch), head_kv * group, turns,
+            (q_start, rows_q, rows_k, total_q), n0, diagonal, rows_k - rows_q, (lo, full_lo, full_hi, hi, listed), scale_log2, left, right,
+            SPEC, TILE, SCORE_MOD, SCORE_GRAD, MASK_MOD,
         )  # fmt: skip
         if SPEC.need_dk:
             dk_base = rows_pointer(dk, entry, head_kv, k_start + n0, TILE.align)
@@ -209,8 +222,8 @@ def gather_dq(
 ):  # fmt: skip
     """Add what the keys [lo, hi) give to dQ of a block of query rows. aligned_M: positions as ALiBi has them. lse_M: in base 2; of natural
     scores this and rest_M are what `attn_bwd_shifts` gave. draw: as in the forward, and what is kept is multiplied with. visit: (lo,
-    full_lo, full_hi, hi)."""
-    lo, full_lo, full_hi, hi = visit
+    full_lo, full_hi, hi, the list of a block mask)."""
+    lo, full_lo, full_hi, hi, listed = visit
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -220,7 +233,10 @@ def gather_dq(
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
     k_pointers = tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align)
     v_pointers = tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align)
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N):
+        n0 = at
+        if SPEC.blocks:
+            n0, bits = listed_place(listed, at)
         k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
         v_NV = load_tile(v_pointers + step(n0, v.stride_n, TILE.align), rows_k - n0, HEAD_DIM_V, BLOCK_N, BLOCK_DV, SPEC.ragged)
         t_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, SPEC)
@@ -245,6 +261,11 @@ def gather_dq(
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
+                p_MN = tl.where(keep, p_MN, 0.0)
+        if SPEC.blocks:
+            if bits >= 0:
+                row_M, key_N = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+                keep = kept_bits(listed, bits, row_M[:, None], key_N[None, :], n0, BLOCK_N)
                 p_MN = tl.where(keep, p_MN, 0.0)
         weight_MN = score_weight(p_MN, t_MN, SPEC)
         dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
@@ -308,10 +329,13 @@ def attn_bwd_dq(
         if SPEC.dropout:
             row_key, column_key = head_keys(sequence_words(extras.rng, sequence), head)
             draw = (row_keys(row_key, m0 + tl.arange(0, BLOCK_M)), column_key, last_dropped(extras.dropout), extras.rescale)
-        visit = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
+        listed = 0
+        lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
+        if SPEC.blocks:
+            listed, hi, _ = block_list(extras.blocks, entry, head, 1, m0, False)
         dq_MD = gather_dq(
-            dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, of_head, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, 
-            visit, scale_log2, left, right, SPEC, TILE, SCORE_MOD, SCORE_GRAD, MASK_MOD,
+            dq_MD, q_MD, do_MV, lse_M, rest_M, delta_M, k_base, v_base, k, v, of_head, draw, q_pos_M, aligned_M, m0, rows_q, rows_k,
+            (lo, full_lo, full_hi, hi, listed), scale_log2, left, right, SPEC, TILE, SCORE_MOD, SCORE_GRAD, MASK_MOD,
         )  # fmt: skip
         dq_base = rows_pointer(dq, entry, head, row, TILE.align)
         store_tile(tile_pointers(dq, dq_base, BLOCK_M, BLOCK_D, TILE.align), dq_MD * scale, rows_q - m0, HEAD_DIM, BLOCK_M, BLOCK_D)

@@ -11,6 +11,7 @@ therefore makes a maximum and a sum again for the rows whose lse is far from 0, 
 import triton
 import triton.language as tl
 
+from ..common.blocks import BLOCK, FULL, block_list, kept_bits, listed_place, listed_tile
 from ..common.bounds import key_range, query_range
 from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
 from ..common.index import existing, head_pointer, load_row, load_tile, locate, program_tile, rows_pointer, step, tile_pointers, wide
@@ -36,10 +37,10 @@ FAR: tl.constexpr = tl.constexpr(4096.0)  # where lse is rounded to 2^-12, and s
 
 @triton.jit
 def maximum_and_sum(
-    q_MD, k, k_base, extras, sink, m0, rows_q, rows_k, scale_log2, left, right,
+    q_MD, k, k_base, extras, sink, m0, rows_q, rows_k, walk, scale_log2, left, right,
     SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
-    """(m, l) of a block of rows, as the forward makes them."""
+    """(m, l) of a block of rows, as the forward makes them. walk: of a block mask, (list, length)."""
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
@@ -49,7 +50,12 @@ def maximum_and_sum(
     l_M = tl.where(m_M == float("-inf"), 0.0, 1.0)
     k_pointers = tile_pointers(k, k_base, BLOCK_N, TILE.block_d, TILE.align)
     lo, _full_lo, _full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    if SPEC.blocks:
+        hi = walk[1]
+    for at in tl.range(lo, hi, BLOCK_N):
+        n0 = at
+        if SPEC.blocks:
+            n0, bits = listed_place(walk[0], at)
         k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, TILE.head_dim, BLOCK_N, TILE.block_d, True)
         k_pos_N = n0 + tl.arange(0, BLOCK_N)
         distance_MN = ((row_M + (rows_k - rows_q))[:, None] - k_pos_N[None, :]).to(tl.float32) if SPEC.alibi else None
@@ -59,7 +65,11 @@ def maximum_and_sum(
             q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N)[None, :]
             s_MN = mod_keeps(modified(s_MN, extras, q_idx, kv_idx, SCORE_MOD), float("-inf"), extras, q_idx, kv_idx, MASK_MOD)
         keep = keep_mask((row_M + diagonal)[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
-        _p_MN, _alpha_M, m_M, l_M = softmax_step(tl.where(keep, s_MN, float("-inf")), m_M, l_M, scale_log2, SPEC)
+        s_MN = tl.where(keep, s_MN, float("-inf"))
+        if SPEC.blocks:
+            if bits >= 0:
+                s_MN = tl.where(kept_bits(walk[0], bits, row_M[:, None], k_pos_N[None, :], n0, BLOCK_N), s_MN, float("-inf"))
+        _p_MN, _alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, SPEC)
     return m_M, l_M
 
 
@@ -95,8 +105,12 @@ def attn_bwd_shifts(
         q_pointers = tile_pointers(q, q_base, BLOCK_M, TILE.block_d, TILE.align)
         q_MD = load_tile(q_pointers, rows_q - m0, TILE.head_dim, BLOCK_M, TILE.block_d, True)
         sink = sink_of_head(extras, sequence, batch, head, SPEC)
+        walk = None
+        if SPEC.blocks:
+            listed, length, _ = block_list(extras.blocks, entry, head, 1, m0, False)
+            walk = (listed, length)
         m_M, l_M = maximum_and_sum(
-            q_MD, k, k_base, of_head, sink, m0, rows_q, rows_k, scale_log2, left, right, SPEC, TILE, SCORE_MOD, MASK_MOD
+            q_MD, k, k_base, of_head, sink, m0, rows_q, rows_k, walk, scale_log2, left, right, SPEC, TILE, SCORE_MOD, MASK_MOD
         )
         shift_M = tl.where(far_M, m_M, shift_M)
         rest_M = tl.where(far_M, tl.math.log2(l_M), rest_M)
@@ -145,6 +159,63 @@ def write_bias_gradient(acc_MN, dbias, lane, m0, n0, total_q, total_k, SHARED: t
         tl.store(pointers, acc_MN.to(DTYPE), mask=(row_M < total_q)[:, None] & (key_N < total_k)[None, :])
 
 
+@triton.jit
+def tile_gradient(
+    q, k, v, dout, shifts, delta, extras, bias_MN, place, sizes, listed, bits, scale_log2, left, right,
+    SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr, SCORE_GRAD: tl.constexpr, MASK_MOD: tl.constexpr,
+):  # fmt: skip
+    """p (dp - delta) of a tile of scores. place: (batch entry, head, first row, first key). sizes: (total_q, total_k, batch, heads_q,
+    heads_kv). listed, bits: of a block mask, the list and the tile."""
+    entry, head, m0, n0 = place
+    total_q, total_k, batch, heads_q, heads_kv = sizes
+    BLOCK_M: tl.constexpr = TILE.m
+    BLOCK_N: tl.constexpr = TILE.n
+    PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
+    diagonal = 0 if SPEC.top_left else total_k - total_q
+    head_kv = head // (heads_q // heads_kv)
+    rows, keys = total_q - m0, total_k - n0
+    q_pointers = tile_pointers(q, rows_pointer(q, entry, head, m0, TILE.align), BLOCK_M, TILE.block_d, TILE.align)
+    k_pointers = tile_pointers(k, rows_pointer(k, entry, head_kv, n0, TILE.align), BLOCK_N, TILE.block_d, TILE.align)
+    do_pointers = tile_pointers(dout, rows_pointer(dout, entry, head, m0, TILE.align), BLOCK_M, TILE.block_dv, TILE.align)
+    v_pointers = tile_pointers(v, rows_pointer(v, entry, head_kv, n0, TILE.align), BLOCK_N, TILE.block_dv, TILE.align)
+    q_MD = load_tile(q_pointers, rows, TILE.head_dim, BLOCK_M, TILE.block_d, SPEC.ragged)
+    k_ND = load_tile(k_pointers, keys, TILE.head_dim, BLOCK_N, TILE.block_d, SPEC.ragged)
+    do_MV = load_tile(do_pointers, rows, TILE.head_dim_v, BLOCK_M, TILE.block_dv, SPEC.ragged)
+    v_NV = load_tile(v_pointers, keys, TILE.head_dim_v, BLOCK_N, TILE.block_dv, SPEC.ragged)
+    shift_first = head_pointer(shifts, entry, head, heads_q, 2 * total_q) + m0
+    shift_M = load_row(shift_first, rows, BLOCK_M, SPEC.ragged)
+    rest_M = load_row(shift_first + total_q, rows, BLOCK_M, SPEC.ragged)
+    delta_M = load_row(head_pointer(delta, entry, head, heads_q, total_q) + m0, rows, BLOCK_M, SPEC.ragged)
+    row_M = m0 + tl.arange(0, BLOCK_M)
+    key_N = n0 + tl.arange(0, BLOCK_N)
+    of_head = Extras(
+        extras.inner, slope_of_head(extras, entry, batch, head, SPEC), None, None, extras.cap,
+        None, None, None, None, None, None, None, None, extras.score_aux, extras.mask_aux, entry, head,
+    )  # fmt: skip
+    distance_MN = ((row_M + (total_k - total_q))[:, None] - key_N[None, :]).to(tl.float32) if SPEC.alibi else None
+    t_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), of_head, SPEC)
+    s_MN = biased(t_MN, of_head, distance_MN, bias_MN, SPEC)
+    q_idx, kv_idx = None, None
+    if SCORE_MOD is not None or MASK_MOD is not None:
+        q_idx, kv_idx = existing(m0, total_q, BLOCK_M)[:, None], existing(n0, total_k, BLOCK_N)[None, :]
+    final_MN = modified(s_MN, of_head, q_idx, kv_idx, SCORE_MOD)
+    p_MN = probabilities_of_biased(final_MN, shift_M[:, None], rest_M[:, None], scale_log2)
+    p_MN = mod_keeps(p_MN, 0.0, of_head, q_idx, kv_idx, MASK_MOD)
+    if SPEC.ragged or SPEC.left or SPEC.right:
+        inside = (row_M < total_q)[:, None] & (key_N < total_k)[None, :]
+        p_MN = tl.where(keep_mask((row_M + diagonal)[:, None], key_N[None, :], inside, left, right, SPEC), p_MN, 0.0)
+    if SPEC.blocks:
+        if bits >= 0:
+            p_MN = tl.where(kept_bits(listed, bits, row_M[:, None], key_N[None, :], n0, BLOCK_N), p_MN, 0.0)
+    dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
+    if SPEC.dropout:
+        row_key, column_key = head_keys(sequence_words(extras.rng, entry), head)
+        kept_MN = kept(row_keys(row_key, row_M)[:, None], column_keys(column_key, key_N)[None, :], last_dropped(extras.dropout))
+        dp_MN = tl.where(kept_MN, dp_MN, 0.0) * extras.rescale
+    ds_MN = score_gradient(p_MN, dp_MN, delta_M[:, None])
+    return modified_gradient(ds_MN, s_MN, of_head, q_idx, kv_idx, SCORE_GRAD)
+
+
 @triton.jit(do_not_specialize=(*SIZES, "splits"), launch_metadata=dbias_metadata)
 def attn_bwd_dbias(
     q, k, v, dout, shifts, delta, dbias, extras, total_q, total_k, batch, heads_q, heads_kv, left, right, scale_log2, splits,
@@ -160,7 +231,6 @@ def attn_bwd_dbias(
     """
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
-    PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
     tiles_m = 1 if SHARED[2] else tl.cdiv(total_q, BLOCK_M)
     tiles_n = 1 if SHARED[3] else tl.cdiv(total_k, BLOCK_N)
     heads = 1 if SHARED[1] else heads_q
@@ -171,7 +241,6 @@ def attn_bwd_dbias(
     own_n0 = tile % tiles_n * BLOCK_N
     m_lo, steps_m, n_lo, steps_n = walked(own_m0, own_n0, total_q, total_k, left, right, SPEC, SHARED, TILE)
     count = wide(steps_m) * steps_n * (heads_q if SHARED[1] else 1) * (batch if SHARED[0] else 1)
-    diagonal = 0 if SPEC.top_left else total_k - total_q
     of_tile = Extras(None, None, None, None, None, bias_of_head(extras, lane // heads, lane % heads, SPEC), None, None,
                      extras.bias_stride_m, extras.bias_stride_n)  # fmt: skip
     own_M, own_N = own_m0 + tl.arange(0, BLOCK_M), own_n0 + tl.arange(0, BLOCK_N)
@@ -191,45 +260,20 @@ def attn_bwd_dbias(
             rest = rest // heads_q
         if SHARED[0]:
             entry = rest.to(tl.int32)
-        head_kv = head // (heads_q // heads_kv)
-        rows, keys = total_q - m0, total_k - n0
-        q_pointers = tile_pointers(q, rows_pointer(q, entry, head, m0, TILE.align), BLOCK_M, TILE.block_d, TILE.align)
-        k_pointers = tile_pointers(k, rows_pointer(k, entry, head_kv, n0, TILE.align), BLOCK_N, TILE.block_d, TILE.align)
-        do_pointers = tile_pointers(dout, rows_pointer(dout, entry, head, m0, TILE.align), BLOCK_M, TILE.block_dv, TILE.align)
-        v_pointers = tile_pointers(v, rows_pointer(v, entry, head_kv, n0, TILE.align), BLOCK_N, TILE.block_dv, TILE.align)
-        q_MD = load_tile(q_pointers, rows, TILE.head_dim, BLOCK_M, TILE.block_d, SPEC.ragged)
-        k_ND = load_tile(k_pointers, keys, TILE.head_dim, BLOCK_N, TILE.block_d, SPEC.ragged)
-        do_MV = load_tile(do_pointers, rows, TILE.head_dim_v, BLOCK_M, TILE.block_dv, SPEC.ragged)
-        v_NV = load_tile(v_pointers, keys, TILE.head_dim_v, BLOCK_N, TILE.block_dv, SPEC.ragged)
-        shift_first = head_pointer(shifts, entry, head, heads_q, 2 * total_q) + m0
-        shift_M = load_row(shift_first, rows, BLOCK_M, SPEC.ragged)
-        rest_M = load_row(shift_first + total_q, rows, BLOCK_M, SPEC.ragged)
-        delta_M = load_row(head_pointer(delta, entry, head, heads_q, total_q) + m0, rows, BLOCK_M, SPEC.ragged)
-        row_M = m0 + tl.arange(0, BLOCK_M)
-        key_N = n0 + tl.arange(0, BLOCK_N)
-        of_head = Extras(
-            extras.inner, slope_of_head(extras, entry, batch, head, SPEC), None, None, extras.cap,
-            None, None, None, None, None, None, None, None, extras.score_aux, extras.mask_aux, entry, head,
-        )  # fmt: skip
-        distance_MN = ((row_M + (total_k - total_q))[:, None] - key_N[None, :]).to(tl.float32) if SPEC.alibi else None
-        t_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), of_head, SPEC)
-        s_MN = biased(t_MN, of_head, distance_MN, bias_MN, SPEC)
-        q_idx, kv_idx = None, None
-        if SCORE_MOD is not None or MASK_MOD is not None:
-            q_idx, kv_idx = existing(m0, total_q, BLOCK_M)[:, None], existing(n0, total_k, BLOCK_N)[None, :]
-        final_MN = modified(s_MN, of_head, q_idx, kv_idx, SCORE_MOD)
-        p_MN = probabilities_of_biased(final_MN, shift_M[:, None], rest_M[:, None], scale_log2)
-        p_MN = mod_keeps(p_MN, 0.0, of_head, q_idx, kv_idx, MASK_MOD)
-        if SPEC.ragged or SPEC.left or SPEC.right:
-            inside = (row_M < total_q)[:, None] & (key_N < total_k)[None, :]
-            p_MN = tl.where(keep_mask((row_M + diagonal)[:, None], key_N[None, :], inside, left, right, SPEC), p_MN, 0.0)
-        dp_MN = tl.dot(do_MV, tl.trans(v_NV), input_precision=PRECISION)
-        if SPEC.dropout:
-            row_key, column_key = head_keys(sequence_words(extras.rng, entry), head)
-            kept_MN = kept(row_keys(row_key, row_M)[:, None], column_keys(column_key, key_N)[None, :], last_dropped(extras.dropout))
-            dp_MN = tl.where(kept_MN, dp_MN, 0.0) * extras.rescale
-        ds_MN = score_gradient(p_MN, dp_MN, delta_M[:, None])
-        acc_MN += modified_gradient(ds_MN, s_MN, of_head, q_idx, kv_idx, SCORE_GRAD)
+        place, sizes = (entry, head, m0, n0), (total_q, total_k, batch, heads_q, heads_kv)
+        if SPEC.blocks:
+            listed, length, _ = block_list(extras.blocks, entry, head, 1, m0, False)
+            bits = listed_tile(listed, length, n0 // BLOCK)
+            if bits >= FULL:
+                acc_MN += tile_gradient(
+                    q, k, v, dout, shifts, delta, extras, bias_MN, place, sizes, listed, bits, scale_log2, left, right, SPEC, TILE,
+                    SCORE_MOD, SCORE_GRAD, MASK_MOD,
+                )  # fmt: skip
+        else:
+            acc_MN += tile_gradient(
+                q, k, v, dout, shifts, delta, extras, bias_MN, place, sizes, None, None, scale_log2, left, right, SPEC, TILE,
+                SCORE_MOD, SCORE_GRAD, MASK_MOD,
+            )  # fmt: skip
     part = dbias + wide(split) * (tl.num_programs(0) // splits // tiles_m // tiles_n) * (1 if SHARED[2] else total_q) * (
         1 if SHARED[3] else total_k
     )  # fmt: skip

@@ -7,6 +7,7 @@ Method: Dao 2023 (FlashAttention-2), algorithm 1. The scores of a tile are the o
 import triton
 import triton.language as tl
 
+from ..common.blocks import block_list, kept_bits, listed_place
 from ..common.bounds import key_range
 from ..common.dropout import column_keys, head_keys, kept, last_dropped, row_keys, sequence_words
 from ..common.index import existing, head_pointer, load_tile, locate, program_tile, rows_pointer, step, store_tile, tile_pointers
@@ -19,12 +20,13 @@ from .profile import forward_metadata
 
 @triton.jit
 def attend(
-    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, lo, full_lo, full_hi, hi,
+    acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, extras, draw, q_pos_M, aligned_M, m0, rows_q, rows_k, visit,
     scale_log2, left, right, SPEC: tl.constexpr, TILE: tl.constexpr, SCORE_MOD: tl.constexpr, MASK_MOD: tl.constexpr,
 ):  # fmt: skip
     """Fold the keys [lo, hi) into (acc, m, l); tiles inside [full_lo, full_hi) need no mask. aligned_M: positions as ALiBi has
     them. m0: the first row, of rows_q. draw: of dropout, (keys of the rows, key of the columns, the last word that is dropped); the sum l
-    is of all, kept or not."""
+    is of all, kept or not. visit: (lo, full_lo, full_hi, hi, the list of a block mask)."""
+    lo, full_lo, full_hi, hi, listed = visit
     BLOCK_M: tl.constexpr = TILE.m
     BLOCK_N: tl.constexpr = TILE.n
     BLOCK_D: tl.constexpr = TILE.block_d
@@ -34,7 +36,10 @@ def attend(
     PRECISION: tl.constexpr = "tf32" if SPEC.tf32 else "ieee"
     k_pointers = tile_pointers(k, k_base, BLOCK_N, BLOCK_D, TILE.align)
     v_pointers = tile_pointers(v, v_base, BLOCK_N, BLOCK_DV, TILE.align)
-    for n0 in tl.range(lo, hi, BLOCK_N):
+    for at in tl.range(lo, hi, BLOCK_N):
+        n0 = at
+        if SPEC.blocks:
+            n0, bits = listed_place(listed, at)
         k_ND = load_tile(k_pointers + step(n0, k.stride_n, TILE.align), rows_k - n0, HEAD_DIM, BLOCK_N, BLOCK_D, SPEC.ragged)
         distance_MN = None
         if SPEC.alibi:
@@ -51,6 +56,11 @@ def attend(
             if (n0 < full_lo) | (n0 >= full_hi):
                 k_pos_N = n0 + tl.arange(0, BLOCK_N)
                 keep = keep_mask(q_pos_M[:, None], k_pos_N[None, :], (k_pos_N < rows_k)[None, :], left, right, SPEC)
+                s_MN = tl.where(keep, s_MN, float("-inf"))
+        if SPEC.blocks:
+            if bits >= 0:
+                row_M, key_N = m0 + tl.arange(0, BLOCK_M), n0 + tl.arange(0, BLOCK_N)
+                keep = kept_bits(listed, bits, row_M[:, None], key_N[None, :], n0, BLOCK_N)
                 s_MN = tl.where(keep, s_MN, float("-inf"))
         p_MN, alpha_M, m_M, l_M = softmax_step(s_MN, m_M, l_M, scale_log2, SPEC)
         if SPEC.dropout:
@@ -107,9 +117,12 @@ def attn_fwd(
             row_key, column_key = head_keys(sequence_words(extras.rng, sequence), head)
             draw = (row_keys(row_key, m0 + tl.arange(0, BLOCK_M)), column_key, last_dropped(extras.dropout))
         lo, full_lo, full_hi, hi = key_range(m0, rows_q, rows_k, diagonal, left, right, SPEC, BLOCK_M, BLOCK_N)
+        listed = 0
+        if SPEC.blocks:
+            listed, hi, _ = block_list(extras.blocks, entry, head, 1, m0, False)
         acc_MV, m_M, l_M = attend(
             acc_MV, m_M, l_M, q_MD, k_base, v_base, k, v, of_head, draw, q_pos_M, aligned_M, m0, rows_q, rows_k,
-            lo, full_lo, full_hi, hi, scale_log2, left, right, SPEC, TILE, SCORE_MOD, MASK_MOD,
+            (lo, full_lo, full_hi, hi, listed), scale_log2, left, right, SPEC, TILE, SCORE_MOD, MASK_MOD,
         )  # fmt: skip
         if SPEC.dropout:
             acc_MV = acc_MV * extras.rescale
