@@ -196,8 +196,7 @@ def attention(
             has a derivative; if it has none, the backward says so when it runs, unless it needs none (that of v). It runs in the
             ``"portable"`` kernels and, its twin, in ``"eager"``. None is none.
         mask_mod: what keeps keys, beside causal and window: a :class:`MaskMod` or the name of one: ``"documents"``, ``"prefix_lm"``, or
-        your
-            own. All keys that causal and window keep are walked, so it saves no time. None is none.
+            your own. All keys that causal and window keep are walked, so it saves no time: a block_mask does. None is none.
         score_mod_aux, mask_mod_aux: the tensors that they read, as many as the records name, on q's device, of any shape, strides and dtype
             but complex; other sizes, where 1 or a multiple of 16 becomes something else, compile kernels anew. Differentiable are those of
             a score_mod that ``adds``, as ``"alibi"`` and ``"relative_bias"`` do: where one requires a gradient the call is one with a bias.

@@ -103,8 +103,7 @@ class MaskMod(_Mod):
     Args:
         name: of the program.
         keep: a ``@triton.jit`` function ``(batch, head, q_idx, kv_idx, aux) -> bool`` of a tile, True where the pair attends, with
-        arguments
-            as the forward of a `ScoreMod` has them.
+            arguments as the forward of a `ScoreMod` has them.
         twin: the same in torch, ``(batch, head, q_idx, kv_idx, *aux) -> bool``: a `mask_mod` of FlexAttention.
         aux: names of the tensors that it reads, in order.
 
