@@ -300,6 +300,7 @@ def test_only_the_first_derivative():
     ({"block_mask": torch.ones(4, 4, dtype=torch.bool)}, TypeError, "block_mask is a Tensor: expected a flashattn.BlockMask"),
     ({"causal": True}, ValueError, r"causal=True beside a block_mask: expected.*from_window\(seqlen_q, seqlen_k, causal=True"),
     ({"window": (3, 0)}, ValueError, r"window=\(3, 0\) beside a block_mask"),
+    ({"mask_mod": "prefix_lm", "mask_mod_aux": (torch.tensor([1, 2]),)}, NotImplementedError, "mask_mod beside a block_mask is not"),
     ({"seqlens_k": torch.tensor([3, 4], dtype=torch.int32)}, NotImplementedError, "seqlens_k beside a block_mask is not"),
     ({"block_mask": BlockMask.from_window(4, 5)}, ValueError, r"shape \(1, 1, 4, 5\): expected \[batch.*\] \(2 or 1, 3 or 1, 4, 4\)"),
     ({"block_mask": BlockMask.from_window(4, 4).to("meta")}, ValueError, "block_mask is on meta and q on cpu: expected one device"),

@@ -402,7 +402,7 @@ def test_torch_compile(tmp_path):
 
 def test_operators():
     q, k, v, *_ = (x.detach().requires_grad_(i < 3) for i, x in enumerate(inputs(*EAGER)))
-    options = None, None, None, 0.0, 0.0, None, None, None, None, None, 0.2, None, None, False, False, "eager"
+    options = None, None, None, 0.0, 0.0, None, None, None, None, None, None, 0.2, None, None, False, False, "eager"
     arguments = q, k, v, *options, curve.key, thirds.key, [table_of("cpu"), torch.tensor([0, 7])]
     tests = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.flashattn.attn_mod_fwd.default, arguments, test_utils=tests)

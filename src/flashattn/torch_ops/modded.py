@@ -126,8 +126,8 @@ class ModAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, cu_seqlens_q, cu_seqlens_k, *rest = inputs
-        *ctx.options, ctx.score_mod, ctx.mask_mod = rest[: _ARGUMENTS + 2 - 11]
+        q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, cu_seqlens_q, cu_seqlens_k, *rest = inputs
+        *ctx.options, ctx.score_mod, ctx.mask_mod = rest[: _ARGUMENTS + 2 - 12]
         out, lse = output
         *needs, needs_dslopes, needs_dsinks, needs_dbias = ctx.needs_input_grad[:_TENSORS]
         if needs_dslopes:
@@ -135,16 +135,16 @@ class ModAttention(torch.autograd.Function):
         ctx.needs = (*needs, needs_dsinks, needs_dbias)
         v, out = (v, out) if any(ctx.needs[:2]) or any(ctx.needs[3:]) else (None, None)
         aux = inputs[_ARGUMENTS + 2 :]
-        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, rng, cu_seqlens_q, cu_seqlens_k, *aux)
+        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k, *aux)
         ctx.softcap, ctx.dropout_p, ctx.head_dim_v = softcap, dropout_p, output[0].shape[-1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, slopes, sinks, bias, rng, cu_seqlens_q, cu_seqlens_k, *aux = ctx.saved_tensors
+        q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k, *aux = ctx.saved_tensors
         gradients = [None] * 5
         if dout is not None or dlse is not None:
-            extras = slopes, sinks, bias, ctx.softcap, ctx.dropout_p, rng, cu_seqlens_q, cu_seqlens_k
+            extras = slopes, sinks, bias, ctx.softcap, ctx.dropout_p, rng, blocks, cu_seqlens_q, cu_seqlens_k
             args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, *ctx.options, ctx.score_mod, ctx.mask_mod, *ctx.needs, *aux)
             gradients = _wanted(attn_mod_bwd(*args), ctx.needs)
         *of_qkv, dsinks, dbias = gradients
