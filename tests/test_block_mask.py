@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashattn import BlockMask, attention, block_mask, explain
-from flashattn.block_lists import rows_with_keys
 from flashattn.dispatch.configs import portable, sm90
 from flashattn.dispatch.table import KERNELS
 from flashattn.problem import Problem
@@ -47,7 +46,6 @@ def test_of_booleans_and_combined(rows, keys, lanes, seed, at_once):
         dense_mask, other = pairs(*lanes, rows, keys, seed=seed), pairs(lanes[0], 1, rows, keys, seed=seed + 1)
         mask, second = BlockMask.from_mask(dense_mask), BlockMask.from_mask(other)
         assert torch.equal(mask.to_dense(), dense_mask) and mask.kept_pairs() == dense_mask.sum()
-        assert torch.equal(rows_with_keys(mask.packed), dense_mask.any(-1))
         assert torch.equal((mask & second).to_dense(), dense_mask & other)
         assert torch.equal((second | mask).to_dense(), dense_mask | other)
     finally:

@@ -15,7 +15,7 @@ The surprising fact: the lists of a block are ordered by head last, so that the 
 entries, which dK and dV walk in one loop whether these heads share a mask or not.
 """
 
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -140,28 +140,6 @@ def dense_of(sizes: Sizes, blocks: Blocks) -> Tensor:
     rows, columns = existing(sizes, blocks.row, blocks.column)
     place = torch.arange(BLOCK, device=bits.device)
     return bits & (place < rows[:, None])[:, :, None] & (place < columns[:, None])[:, None, :]
-
-
-def rows_with_keys(packed: Tensor, bias: Tensor | None = None) -> Tensor:
-    """bool [batch, heads, seqlen_q], each as many as mask or bias have: rows that keep a key. bias: [batch or 1, heads or 1, seqlen_q or 1,
-    seqlen_k or 1], of which -inf, or False, takes keys away."""
-    sizes, blocks, _, _ = unpack(packed)
-    own = (1, 1) if bias is None else bias.shape[:2]
-    place = torch.arange(BLOCK, device=packed.device)
-    shape = max(sizes.batch, own[0]), max(sizes.heads, own[1]), sizes.blocks_q * BLOCK
-    found = torch.zeros(shape, dtype=torch.int32, device=packed.device)
-    for b, h in product(range(shape[0]), range(shape[1])):
-        mine = ((blocks.entry == b % max(1, sizes.batch)) & (blocks.head == h % max(1, sizes.heads))).nonzero().squeeze(1)
-        for some in mine.split(AT_ONCE // BLOCK**2):
-            part = Blocks(*(x[some] for x in blocks[:-1]), blocks.words)
-            bits, row = dense_of(sizes, part), part.row[:, None] * BLOCK + place
-            if bias is not None:
-                key = part.column[:, None] * BLOCK + place
-                i, j = (at.clamp(max=size - 1) for at, size in ((row, bias.shape[2]), (key, bias.shape[3])))
-                numbers = bias[b % own[0], h % own[1]][i[:, :, None], j[:, None, :]]
-                bits &= numbers if bias.dtype == torch.bool else numbers != -torch.inf
-            found[b, h].index_add_(0, row.flatten(), bits.any(-1).flatten().int())
-    return found[..., : sizes.seqlen_q] > 0
 
 
 def check_format(packed: Tensor) -> None:

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 
 import torch
 
-from ..block_lists import BLOCK, rows_with_keys
+from ..block_lists import BLOCK
 from ..dispatch.table import padded_head_dim
 from ..kernels.common.score import ADDED, KEPT
 from ..kernels.structs import Aux, Extras, Spec, Tile, View
@@ -201,12 +201,10 @@ def may_have_rows_without_keys(problem: Problem, cu_seqlens_q, cu_seqlens_k) -> 
     return limit is not None and problem.seqlen_q - problem.seqlen_k > limit
 
 
-def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=None, blocks=None):
+def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=None):
     """bool, like lse or broadcast along its heads. A sink gives such rows an lse, so then their positions have to tell, and the bias."""
     if not problem.sinks:
         return lse == float("-inf")
-    if problem.blocks:
-        return _rows_that_a_block_mask_empties(problem, blocks, bias)
     if problem.bias:
         return _rows_that_a_bias_empties(problem, bias)
     row = torch.arange(lse.shape[-1], device=lse.device)
@@ -227,12 +225,6 @@ def rows_without_keys(problem: Problem, lse, cu_seqlens_q, cu_seqlens_k, bias=No
     if problem.window_right is not None:
         empty |= position + problem.window_right < 0
     return empty
-
-
-def _rows_that_a_block_mask_empties(problem: Problem, blocks, bias):
-    """bool [batch, heads_q, rows], with what a bias takes away. A mask of fewer entries or heads is shared by the others in turn."""
-    empty = ~rows_with_keys(blocks, bias)
-    return empty.repeat(problem.batch // empty.shape[0], problem.heads_q // empty.shape[1], 1)
 
 
 def _rows_that_a_bias_empties(problem: Problem, bias):

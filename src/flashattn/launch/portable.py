@@ -161,8 +161,8 @@ def backward(
     dout = contiguous_rows(dout)
     empty = None
     if may_have_rows_without_keys(problem, cu_seqlens_q, cu_seqlens_k):
-        seen = _without_sinks(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, bias, aux)
-        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k, bias, blocks) if seen is None else seen == float("-inf")
+        seen = _without_sinks(problem, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, bias, aux, blocks)
+        empty = rows_without_keys(problem, lse, cu_seqlens_q, cu_seqlens_k, bias) if seen is None else seen == float("-inf")
         dout, masked_dlse = without_rows(empty, dout, dlse)
         dlse = dlse if need_dsinks else masked_dlse  # lse is the sink there, so the sink is owed what comes
     rows, aux = _rows_of(problem), [*map(as_bytes, aux)]
@@ -199,11 +199,12 @@ def backward(
     return dq, dk, dv, dsinks, dbias
 
 
-def _without_sinks(problem: Problem, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, bias, aux):
-    """lse as it is without sinks, which give a row without keys an lse, where only a kernel can tell what a mod left; None elsewhere."""
-    if not (problem.sinks and (problem.score_mod or problem.mask_mod)):
+def _without_sinks(problem: Problem, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, bias, aux, blocks):
+    """lse as it is without sinks, which give a row without keys an lse, where only a kernel can tell, without waiting for it, what a mod or
+    a block mask left; None elsewhere."""
+    if not (problem.sinks and (problem.score_mod or problem.mask_mod or problem.blocks)):
         return None
     if v is None:
         v = k.new_zeros(problem.head_dim_v).expand(*k.shape[:-1], -1)
     bare = replace(problem, sinks=False, dropout=0.0)
-    return forward(bare, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, None, bias, aux=aux)[1]
+    return forward(bare, q, k, v, cu_seqlens_q, cu_seqlens_k, slopes, None, bias, aux=aux, blocks=blocks)[1]
