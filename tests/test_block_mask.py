@@ -310,12 +310,13 @@ def test_what_a_call_does_not_take(options, error, message):
 
 
 def test_the_operator_takes_no_other_tensor():
-    q = torch.randn(1, 4, 1, 8)
+    q = torch.randn(1, 4, 4, 8)
     options = None, None, None, 0.0, 0.0, None
     for blocks, message in (
         (torch.zeros(3, dtype=torch.int32), r"blocks is torch\.int32 of shape \(3,\)"),
         (BlockMask.from_window(4, 4).packed.long(), r"blocks is torch\.int64 of shape"),
         (BlockMask.from_window(5, 4).packed, "expected the same, or shared"),
+        (BlockMask.from_mask(torch.ones(1, 2, 4, 4, dtype=torch.bool)).packed, "expected the same, or shared"),  # of heads in turn
     ):
         with pytest.raises(ValueError, match=message):
             torch.ops.flashattn.attn_fwd(q, q, q, *options, blocks, None, None, None, None, 1.0, None, None, False, False, None)

@@ -154,6 +154,28 @@ def test_vmap_folds_the_lengths_of_samples():
         torch.testing.assert_close(*grads)
 
 
+@pytest.mark.parametrize("dim", [None, 0, 1])
+def test_gradients_inside_of_vmap(dim):
+    """The backward of a folded batch has folded lengths too."""
+    data, lens = inputs("cpu"), lengths("cpu")
+    qkv = [torch.stack([x, x.flip(0)]).nan_to_num() for x in (data.q, data.k, data.v)]
+    many = lens if dim is None else torch.stack([lens, lens.flip(0)], dim)
+    call = lambda q, k, v, lens: attention(q, k, v, seqlens_k=lens, impl="eager").square().sum()  # noqa: E731
+    gradients = torch.func.grad(call, argnums=(0, 1, 2))
+    together = vmap(gradients, in_dims=(0, 0, 0, dim))(*qkv, many)
+    apart = [gradients(*(x[i] for x in qkv), lens if dim is None else many.select(dim, i)) for i in range(2)]
+    torch.testing.assert_close(list(together), [torch.stack(pair) for pair in zip(*apart, strict=True)])
+
+
+@pytest.mark.parametrize("mods", [{}, {"score_mod": "alibi", "score_mod_aux": (torch.ones(4),)}], ids=["plain", "mod"])
+def test_lengths_that_changed_before_the_backward_are_noticed(mods):
+    q, lens = torch.randn(2, 6, 4, 8, requires_grad=True), torch.tensor([3, 6], dtype=torch.int32)
+    out = attention(q, q, q, seqlens_k=lens, impl="eager", **mods)
+    lens.fill_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
 def test_a_compiled_call_is_one_graph():
     data, lens = inputs("cpu"), lengths("cpu")
     leaves = [x.clone().requires_grad_() for x in (data.q, data.k, data.v)]

@@ -17,6 +17,7 @@ import flashattn
 from aot import Job
 from flashattn import MaskMod, ScoreMod, attention, attention_varlen, explain, mods
 from flashattn.dispatch.table import hopper_reasons
+from flashattn.kernels.structs import Extras
 from flashattn.problem import Problem
 from flashattn.reference import attention_reference, attention_varlen_reference, distances
 from support import WHERE
@@ -470,6 +471,20 @@ def test_what_is_wrong_is_said(wrong):
     options, error, message = WRONG[wrong]
     with pytest.raises(error, match=message):
         attention(*inputs(*EAGER)[:3], **options)
+
+
+def test_a_key_that_is_another_records_name_is_left_alone():
+    keep = [lambda b, h, i, j, limit=limit: (j < limit) | (i < 0) for limit in (1, 2, 3)]
+    first, *others = (MaskMod(name, "any.function", twin) for name, twin in zip(("taken#2", "taken", "taken"), keep, strict=True))
+    assert len({first.key, *(other.key for other in others)}) == 3
+    assert all(MaskMod.records[record.key] is record for record in (first, *others))
+    q, v = torch.zeros(1, 3, 1, 3), torch.eye(3)[None, :, None]
+    assert attention(q, q, v, mask_mod="taken", impl="eager")[0, 0, 0].tolist() == pytest.approx([1 / 3] * 3)
+
+
+def test_pointers_come_in_the_order_in_which_they_are_given():
+    """A launch that is remembered fills them in by that order."""
+    assert Extras._fields.index("rng") < Extras._fields.index("blocks") < Extras._fields.index("score_aux")
 
 
 def test_records_are_checked():

@@ -322,8 +322,7 @@ def attention_varlen(
             depend on it and no device synchronisation is needed without it. A tensor is accepted and not read.
         causal, window, softmax_scale, softcap, sinks, return_lse, deterministic, impl: as in :func:`attention`.
         score_mod, score_mod_aux, mask_mod, mask_mod_aux: as in :func:`attention`; the batch that they are told is the number of the
-        sequence,
-            and positions are counted in it.
+            sequence, and positions are counted in it.
         dropout_p, dropout_seed, generator: as in :func:`attention`; sequence b has the mask of batch entry b.
         alibi_slopes: float32 ``[heads_q]`` or ``[batch, heads_q]``, then those of each sequence; each has its own diagonal.
         bias: only None: the sequences of a packed call share no ``[seqlen_q, seqlen_k]``. NotImplementedError for another says what works.

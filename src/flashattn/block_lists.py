@@ -83,7 +83,7 @@ def pack(sizes: Sizes, blocks: Blocks) -> Tensor:
     parts.append(blocks.words.flatten())
     starts, at = [], HEADER
     for place, part in enumerate(parts):
-        at += -at % 4 if place == len(parts) - 1 else 0  # a row of words is one load of 16 bytes
+        at += -at % 4 if place == len(parts) - 1 else 0  # rows of words lie in 16 bytes each
         starts.append(at)
         at += part.numel()
     if at > MOST:
@@ -156,6 +156,6 @@ def check_packed(packed: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k
         raise ValueError(f"blocks is on {packed.device} and q on {device}: expected one device")
     if packed.device.type == "cpu":
         own = Sizes(*packed[:4].tolist())
-        shared = all(size == mine or (mine and size % mine == 0) for size, mine in zip((batch, heads), own[:2], strict=True))
+        shared = (own.batch == batch or (own.batch and batch % own.batch == 0)) and own.heads in (1, heads)
         if not shared or own[2:] != (seqlen_q, seqlen_k):
             raise ValueError(f"blocks is of {own} and the call of {Sizes(batch, heads, seqlen_q, seqlen_k)}: expected the same, or shared")

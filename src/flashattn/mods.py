@@ -45,8 +45,11 @@ class _Mod:
             raise TypeError(f"aux={self.aux!r} of {self.kind} {self.name!r}: expected a tuple of names, one a tensor that it reads")
         with _lock:
             same = [record for record in self.records.values() if record == self]
-            count = sum(record.name == self.name for record in self.records.values())
-            key = same[0].key if same else self.name if not count else f"{self.name}#{count + 1}"
+            key, count = self.name, 1
+            while key in self.records:
+                count += 1
+                key = f"{self.name}#{count}"
+            key = same[0].key if same else key
             object.__setattr__(self, "key", key)
             self.records.setdefault(key, self)
             self.newest[self.name] = self

@@ -44,7 +44,7 @@ class Extras(NamedTuple):
     blocks: of a block mask, a pointer to int32, see flashattn/block_lists.py.
 
     score_aux, mask_aux: tuples of `Aux`, what a score_mod and a mask_mod were given. sequence, head: where a loop is, for them: Extras(...,
-    None, None, None, extras.score_aux, extras.mask_aux, sequence, head).
+    None, None, None, None, extras.score_aux, extras.mask_aux, sequence, head).
     """
 
     inner: object = None
@@ -60,11 +60,11 @@ class Extras(NamedTuple):
     rng: object = None
     dropout: object = None
     rescale: object = None
+    blocks: object = None
     score_aux: object = None
     mask_aux: object = None
     sequence: object = None
     head: object = None
-    blocks: object = None
 
 
 class Aux(NamedTuple):

@@ -127,7 +127,7 @@ def extras_of(problem: Problem, slopes, sinks=None, bias=None, rng=None, aux=(),
     if aux:
         found, of_score = [Aux(x, tuple(x.shape), x.stride()) for x in aux], len(aux_names(problem)[0])
         of_mods = [tuple(some) or None for some in (found[:of_score], found[of_score:])]
-    return Extras(inner, slopes, stride, sinks, cap, bias, *of_bias, rng, *dropout, *of_mods, None, None, blocks)
+    return Extras(inner, slopes, stride, sinks, cap, bias, *of_bias, rng, *dropout, blocks, *of_mods)
 
 
 def aux_names(problem: Problem) -> list[tuple[str, ...]]:

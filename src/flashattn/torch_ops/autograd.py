@@ -337,7 +337,7 @@ class AttentionBackward(torch.autograd.Function):
         if dropout_p:
             return _each(info, in_dims, args, call)
         folded, sizes = _fold(info, in_dims, tensors, rest[0])
-        scalars[4] = _fold_lengths(rest[1], in_dims[15], sizes)
+        scalars[5] = _fold_lengths(rest[1], in_dims[16], sizes)
         slopes = _fold_extras(slopes, sinks, in_dims[8:10], sizes)
         shared = bias is not None and (bias.shape[0] if in_dims[10] is None else bias.movedim(in_dims[10], 0).shape[1]) == 1
         bias = _fold_bias(bias, in_dims[10], sizes, apart=needs[-1])
@@ -397,7 +397,7 @@ class Attention(torch.autograd.Function):
         if dropout_p:
             return _each(info, in_dims, (q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, *rest), call)
         folded, sizes = _fold(info, in_dims, (q, k, v), rest[0])
-        rest = rest[0], _fold_lengths(rest[1], in_dims[10], sizes), *rest[2:]
+        rest = rest[0], _fold_lengths(rest[1], in_dims[11], sizes), *rest[2:]
         slopes = _fold_extras(slopes, sinks, in_dims[3:], sizes)
         bias = _fold_bias(bias, in_dims[5], sizes, apart=False)
         return tuple(x.unflatten(0, sizes) for x in call(*folded, slopes, sinks, bias, softcap, dropout_p, rng, blocks, *rest)), (0, 0)

@@ -8,7 +8,7 @@ can't return "no tensor", so a gradient that was not asked for comes back as an 
 batch entries share, is given for each of them, [batch, heads] (packed: [1, heads]), so that vmap can fold samples into a batch; and so is
 what comes as a tangent of sinks. A bias has four dimensions, [batch, heads, rows of q, rows of k], each of its size or 1, and so has its
 gradient, contiguous; the operators of tangents take none, and no dropout. blocks: of a block mask, `BlockMask.packed`; of an operator's
-batch entries and heads it may have fewer, which the others share in turn.
+batch entries it may have fewer, which the others share in turn, and one head for all.
 """
 
 import torch

@@ -3,8 +3,8 @@ under Triton 3.6, 3.8 and 3.9.
 
 Key: (pass, bytes of an element, largest padded head dim), with a fourth member for a row that serves only some calls: "padded", head dims
 that are no power of two (their masks take registers); "unaligned", padded ones whose rows load element by element; "open", neither a mask
-nor grouped heads; "biased", a bias or a block mask. "delta" uses block_m alone. "tangent", which has two accumulators and twice the
-operands, does spill at head dims over 128: up to 200 bytes when "unaligned" and 1300 in float32; and below that a few bytes in float32.
+nor grouped heads; "biased", a bias, a mod or a block mask. "delta" uses block_m alone. "tangent", which has two accumulators and twice
+the operands, does spill at head dims over 128: up to 200 bytes when "unaligned" and 1300 in float32; and below that a few bytes in float32.
 Chosen from compiler reports, never timed: a GPU that somebody measures gets a table of its own.
 """
 

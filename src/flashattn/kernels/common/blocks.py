@@ -20,7 +20,7 @@ FULL: tl.constexpr = tl.constexpr(-1)  # in the place of a tile
 def block_list(blocks, entry, head, heads, first, COLUMNS: tl.constexpr):
     """(list, length of a walk of it, how often to walk it) of the block of queries that starts at or before row `first`, or with COLUMNS
     of keys: for `heads` heads from `head` on, of which one list tells all, or which share one. list: (its entries, words, first head)."""
-    rows = tl.load(blocks + 2 + COLUMNS)
+    rows = tl.load(blocks + (2 + COLUMNS))
     own_heads = tl.load(blocks + 1)
     own_head = head % own_heads
     together = tl.minimum(heads, own_heads)

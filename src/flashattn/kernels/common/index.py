@@ -113,9 +113,13 @@ def step(index, stride, ALIGN: tl.constexpr):
 
 
 @triton.jit
-def existing(first, rows, BLOCK: tl.constexpr):
-    """Positions of a tile as mods are given them: past the end the last one again, so that what they read by it is there."""
-    return tl.minimum(first + tl.arange(0, BLOCK), rows - 1)
+def existing(first, rows, BLOCK: tl.constexpr, RAGGED: tl.constexpr = True):
+    """Positions of a tile as mods are given them: past the end, which a tile reaches if RAGGED, the last one again, so that what they read
+    by it is there. (Positions that aren't bounded are known to follow each other, and what is read by them comes in vectors.)"""
+    position = first + tl.arange(0, BLOCK)
+    if RAGGED:
+        position = tl.minimum(position, rows - 1)
+    return position
 
 
 @triton.jit

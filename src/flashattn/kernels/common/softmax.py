@@ -89,5 +89,5 @@ def probabilities(s, lse_log2, scale_log2):
 
 @triton.jit
 def probabilities_of_biased(s, shift, rest_log2, scale_log2):
-    """The same of natural scores: e^(score - shift) 2^-rest. See `attn_bwd_shifts` in portable/backward.py for what is subtracted."""
+    """The same of natural scores: e^(score - shift) 2^-rest. See `attn_bwd_shifts` in portable/bias.py for what is subtracted."""
     return tl.math.exp2((s - shift) * scale_log2 - rest_log2)

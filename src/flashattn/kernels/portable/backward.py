@@ -98,7 +98,7 @@ def gather_dkdv(
         of_head = Extras(
             extras.inner, slope, None, None, extras.cap,
             bias_of_head(extras, entry, first_head + member, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
-            None, None, None, extras.score_aux, extras.mask_aux, sequence, first_head + member,
+            None, None, None, None, extras.score_aux, extras.mask_aux, sequence, first_head + member,
         )  # fmt: skip
         t_NM = capped(tl.dot(k_ND, tl.trans(q_MD), input_precision=PRECISION), of_head, SPEC)
         distance_NM = None
@@ -250,7 +250,7 @@ def gather_dq(
         s_MN = biased(t_MN, extras, distance_MN, bias_MN, SPEC)
         q_idx, kv_idx = None, None
         if SCORE_MOD is not None or MASK_MOD is not None:
-            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N)[None, :]
+            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N, SPEC.ragged)[None, :]
         final_MN = modified(s_MN, extras, q_idx, kv_idx, SCORE_MOD)
         if SPEC.natural:
             p_MN = probabilities_of_biased(final_MN, lse_M[:, None], rest_M[:, None], scale_log2)
@@ -323,7 +323,7 @@ def attn_bwd_dq(
         of_head = Extras(
             extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
             bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
-            None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
+            None, None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
         )  # fmt: skip
         draw = None
         if SPEC.dropout:

@@ -98,7 +98,7 @@ def attn_bwd_shifts(
         of_head = Extras(
             extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
             bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
-            None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
+            None, None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
         )  # fmt: skip
         q_base = rows_pointer(q, entry, head, q_start + m0, TILE.align)
         k_base = rows_pointer(k, entry, head // (heads_q // heads_kv), k_start, TILE.align)
@@ -190,7 +190,7 @@ def tile_gradient(
     key_N = n0 + tl.arange(0, BLOCK_N)
     of_head = Extras(
         extras.inner, slope_of_head(extras, entry, batch, head, SPEC), None, None, extras.cap,
-        None, None, None, None, None, None, None, None, extras.score_aux, extras.mask_aux, entry, head,
+        None, None, None, None, None, None, None, None, None, extras.score_aux, extras.mask_aux, entry, head,
     )  # fmt: skip
     distance_MN = ((row_M + (total_k - total_q))[:, None] - key_N[None, :]).to(tl.float32) if SPEC.alibi else None
     t_MN = capped(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), of_head, SPEC)

@@ -50,7 +50,7 @@ def attend(
             bias_MN = load_bias(extras, row_M[:, None], key_N[None, :], rows_q, rows_k, SPEC.ragged)
         s_MN = score(tl.dot(q_MD, tl.trans(k_ND), input_precision=PRECISION), extras, distance_MN, bias_MN, SPEC)
         if SCORE_MOD is not None or MASK_MOD is not None:
-            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N)[None, :]
+            q_idx, kv_idx = existing(m0, rows_q, BLOCK_M)[:, None], existing(n0, rows_k, BLOCK_N, SPEC.ragged)[None, :]
             s_MN = mod_keeps(modified(s_MN, extras, q_idx, kv_idx, SCORE_MOD), float("-inf"), extras, q_idx, kv_idx, MASK_MOD)
         if SPEC.ragged or SPEC.left or SPEC.right:
             if (n0 < full_lo) | (n0 >= full_hi):
@@ -107,7 +107,7 @@ def attn_fwd(
         of_head = Extras(
             extras.inner, slope_of_head(extras, sequence, batch, head, SPEC), None, None, extras.cap,
             bias_of_head(extras, entry, head, SPEC), None, None, extras.bias_stride_m, extras.bias_stride_n,
-            None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
+            None, None, None, None, extras.score_aux, extras.mask_aux, sequence, head,
         )  # fmt: skip
         sink = sink_of_head(extras, sequence, batch, head, SPEC)
         m_M = tl.full([BLOCK_M], sink, tl.float32)
