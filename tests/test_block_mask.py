@@ -284,6 +284,22 @@ def test_vmap_shares_the_mask_of_each_entry():
     assert torch.equal(found, torch.stack([attention(*qkv, block_mask=mask, impl="eager") for qkv in zip(q, k, v, strict=True)]))
 
 
+def test_a_mask_made_in_inference_serves_training():
+    with torch.inference_mode():
+        mask = BlockMask.from_window(4, 4, causal=True)
+    q = torch.randn(1, 4, 1, 8, requires_grad=True)
+    attention(q, q, q, block_mask=mask, impl="eager").sum().backward()
+    assert q.grad.isfinite().all()
+
+
+def test_a_tensor_that_is_no_mask_is_refused():
+    packed = BlockMask.from_window(300, 300, causal=True).packed
+    assert BlockMask(packed.clone()).density == BlockMask(packed).density
+    for wrong in (packed[:-500].clone(), packed[:-1].clone(), torch.arange(100, dtype=torch.int32), -packed):
+        with pytest.raises(ValueError, match=r"expected BlockMask\.packed"):
+            BlockMask(wrong)
+
+
 def test_only_the_first_derivative():
     q = torch.randn(1, 4, 1, 8, requires_grad=True)
     mask = BlockMask.from_window(4, 4, causal=True)

@@ -5,7 +5,9 @@ The device functions of the tests are in mod_kernels.py. The oracle runs twins, 
 in another way. Over 300 lines, since all that is asked of a mod shares its inputs.
 """
 
+import copy
 import math
+import pickle
 from dataclasses import replace
 from functools import lru_cache
 
@@ -480,6 +482,42 @@ def test_a_key_that_is_another_records_name_is_left_alone():
     assert all(MaskMod.records[record.key] is record for record in (first, *others))
     q, v = torch.zeros(1, 3, 1, 3), torch.eye(3)[None, :, None]
     assert attention(q, q, v, mask_mod="taken", impl="eager")[0, 0, 0].tolist() == pytest.approx([1 / 3] * 3)
+
+
+@pytest.mark.parametrize("options", [
+    {"mask_mod": "documents", "mask_mod_aux": (torch.zeros(1, 7), torch.zeros(1, 9))},  # would be read past the end
+    {"mask_mod": "documents", "mask_mod_aux": (torch.zeros(7), torch.zeros(9))},
+    {"score_mod": "alibi", "score_mod_aux": (torch.ones(2),)},
+    {"score_mod": "alibi", "score_mod_aux": (torch.ones(3, 4),)},
+    {"mask_mod": "prefix_lm", "mask_mod_aux": (torch.ones(1),)},
+    {"score_mod": "relative_bias", "score_mod_aux": (torch.ones(4, 32), mods.t5_buckets())},
+    {"score_mod": "softcap", "score_mod_aux": (torch.tensor(3.0),)},
+], ids=lambda options: str(*[name for name in options.values() if isinstance(name, str)]))  # fmt: skip
+def test_what_ready_mods_read_has_the_shape_that_they_say(options):
+    q, k = torch.randn(3, 7, 4, 8), torch.randn(3, 9, 4, 8)
+    with pytest.raises(ValueError, match=r"_aux\[[01]\] \(.* has shape .*: expected \[.*, here \["):
+        attention(q, k, k, **options, impl="eager")
+    with pytest.raises(ValueError, match="has shape"):
+        explain(q, k, k, **options)
+
+
+def test_a_model_with_a_mod_is_copied_and_saved():
+    record = MaskMod("copied", "any.function", _first_two)
+    assert copy.deepcopy({"mod": record})["mod"] is record and copy.copy(record) is record
+    loaded = pickle.loads(pickle.dumps(record))
+    assert loaded == record and loaded.key == record.key
+
+
+def _first_two(b, h, i, j):
+    return (j < 2) | (i < 0)
+
+
+def test_twins_that_return_something_else_are_named():
+    q = torch.randn(1, 3, 1, 8)
+    for mod, message in ((MaskMod("whole", "a.b", lambda b, h, i, j: j), "mask_mod 'whole' returned torch.int64"),
+                         (ScoreMod("number", "a.b", None, lambda s, b, h, i, j: 1.0), "score_mod 'number' returned a float")):  # fmt: skip
+        with pytest.raises(TypeError, match=message):
+            attention(q, q, q, **{mod.kind: mod}, impl="eager")
 
 
 def test_pointers_come_in_the_order_in_which_they_are_given():

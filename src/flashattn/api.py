@@ -18,6 +18,7 @@ from .checks import (
     check_dropout,
     check_layout,
     check_mod,
+    check_mod_shapes,
     check_options,
     check_seed,
     check_seqlens_k,
@@ -81,6 +82,16 @@ def _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=False) -> 
     score, score_aux = check_mod("score_mod", ScoreMod, score_mod, score_mod_aux, q, packed)
     mask, mask_aux = check_mod("mask_mod", MaskMod, mask_mod, mask_mod_aux, q, packed)
     return torch_ops.NO_MODS if score is None and mask is None else (score, mask, (*score_aux, *mask_aux))
+
+
+def _fit(mods, q, k, sequences=None) -> None:
+    """ValueError unless what mods read has the shapes that they say."""
+    score, mask, aux = mods
+    for name, kind, key in (("score_mod", ScoreMod, score), ("mask_mod", MaskMod, mask)):
+        if key is not None:
+            record = kind.records[key]
+            check_mod_shapes(name, record, aux[: len(record.aux)], q, k, sequences)
+            aux = aux[len(record.aux) :]
 
 
 def _learned(q, k, bias, mods) -> tuple:
@@ -197,10 +208,10 @@ def attention(
             ``"portable"`` kernels and, its twin, in ``"eager"``. None is none.
         mask_mod: what keeps keys, beside causal and window: a :class:`MaskMod` or the name of one: ``"documents"``, ``"prefix_lm"``, or
             your own. All keys that causal and window keep are walked, so it saves no time: a block_mask does. None is none.
-        score_mod_aux, mask_mod_aux: the tensors that they read, as many as the records name, on q's device, of any shape, strides and dtype
-            but complex; other sizes, where 1 or a multiple of 16 becomes something else, compile kernels anew. Differentiable are those of
-            a score_mod that ``adds``, as ``"alibi"`` and ``"relative_bias"`` do: where one requires a gradient the call is one with a bias.
-            Others that require a gradient are refused.
+        score_mod_aux, mask_mod_aux: the tensors that they read, as many as the records name, on q's device, of the shapes that
+            these say, any strides and any dtype but complex; other sizes, where 1 or a multiple of 16 becomes something else, compile
+            kernels anew. Differentiable are those of a score_mod that ``adds``, as ``"alibi"`` and ``"relative_bias"`` do: where one
+            requires a gradient the call is one with a bias. Others that require a gradient are refused.
         block_mask: a :class:`BlockMask` ``[batch or 1, heads_q or 1, seqlen_q, seqlen_k]`` on q's device: the pairs that are kept, at the
             cost of the blocks of 128 x 128 that keep some. What no pair of a block keeps is not read: NaN in keys that nobody keeps, in
             blocks of their own, change nothing. Instead of causal and window: ``mask & BlockMask.from_window(...)`` says both. Default
@@ -268,6 +279,7 @@ def attention(
         check_layout(layout)
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
         check_seqlens_k(seqlens_k, q, q.shape[0])
+        _fit(mods, q, k)
         bias, mods = _learned(q, k, bias, mods)
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, *dropout)
         blocks = check_block_mask(block_mask, q, k, causal, window, seqlens_k, mods is not torch_ops.NO_MODS)
@@ -346,6 +358,7 @@ def attention_varlen(
     sequences = cu_seqlens_q.shape[0] - 1
     extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, dropout_seed, generator, sequences)
     mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=True)
+    _fit(mods, q, k, sequences)
     out, lse = _call((q, k, v, *extras, None, cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *limits, *options), mods)
     return (out, lse) if return_lse else out
 
@@ -399,7 +412,9 @@ def explain(
                 raise ValueError(f"{name}={limit!r} without cu_seqlens: expected both cu_seqlens, or no {name}")
         q, k, v, options = _prepare(q, k, v, causal, window, softmax_scale, layout, deterministic, impl)
         check_seqlens_k(seqlens_k, q, q.shape[0])
-        bias, mods = _learned(q, k, bias, _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux))
+        mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux)
+        _fit(mods, q, k)
+        bias, mods = _learned(q, k, bias, mods)
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p)
         blocks = check_block_mask(block_mask, q, k, causal, window, seqlens_k, mods is not torch_ops.NO_MODS)
         cu_seqlens_k = seqlens_k
@@ -414,6 +429,7 @@ def explain(
         limits = check_cu_seqlens(q, {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}, max_seqlens)
         extras = _extras(q, k, softcap, alibi_slopes, sinks, bias, dropout_p, sequences=cu_seqlens_q.shape[0] - 1)
         mods = _mods(q, score_mod, score_mod_aux, mask_mod, mask_mod_aux, packed=True)
+        _fit(mods, q, k, cu_seqlens_q.shape[0] - 1)
     *options, impl = options
     options.append(torch_ops.aligned(q, k, v))
     problem = torch_ops.describe(q, k, v.shape[-1], cu_seqlens_q, cu_seqlens_k, *limits, *options, extras[:5], mods, blocks)

@@ -91,7 +91,7 @@ def pack(sizes: Sizes, blocks: Blocks) -> Tensor:
         raise ValueError(f"{what} takes {at} words: expected at most {MOST}")
     header = [*sizes, len(blocks.tile), len(blocks.words), *starts]
     packed = torch.zeros(at, dtype=torch.int32, device=blocks.words.device)
-    packed[: len(header)] = torch.tensor(header, dtype=torch.int32)
+    packed[: len(header)] = torch.tensor(header, dtype=torch.int32, device="cpu")
     for start, part in zip(starts, parts, strict=True):
         packed[start : start + part.numel()] = part
     return packed
@@ -147,6 +147,23 @@ def check_format(packed: Tensor) -> None:
     if packed.dtype != torch.int32 or packed.dim() != 1 or not packed.is_contiguous() or len(packed) < HEADER:
         came = f"{packed.dtype} of shape {tuple(packed.shape)}"
         raise ValueError(f"blocks is {came}: expected BlockMask.packed, int32, one-dimensional and contiguous, of {HEADER} numbers or more")
+
+
+def check_parts(packed: Tensor) -> None:
+    """ValueError unless the header tells of as many numbers as there are. Reads it, which waits for a GPU."""
+    *sizes, entries, tiles = header = packed[:6].tolist()
+    if min(header) < 0:
+        raise ValueError(f"a mask of {Sizes(*sizes)}, {entries} blocks and {tiles} tiles: expected BlockMask.packed")
+    starts, at, own = [], HEADER, Sizes(*sizes)
+    for count in (own.blocks_q, own.blocks_k):
+        for length in (own.batch * count * own.heads + 1, ENTRY * entries):
+            starts.append(at)
+            at += length
+    starts.append(at + -at % 4)
+    length = starts[-1] + tiles * BLOCK * WORDS
+    if packed[6:11].tolist() != starts or len(packed) != length:
+        came = f"{len(packed)} numbers for a mask of {own}, {entries} blocks and {tiles} tiles"
+        raise ValueError(f"{came}: expected BlockMask.packed, here of {length} numbers with parts at {starts}")
 
 
 def check_packed(packed: Tensor, batch: int, heads: int, seqlen_q: int, seqlen_k: int, device: torch.device) -> None:

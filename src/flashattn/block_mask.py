@@ -24,6 +24,7 @@ from .block_lists import (
     Sizes,
     bits_of,
     check_format,
+    check_parts,
     dense_of,
     eights,
     existing,
@@ -57,7 +58,9 @@ class BlockMask:
 
     def __init__(self, packed: Tensor):
         check_format(packed)
-        self.packed = packed
+        check_parts(packed)
+        with torch.inference_mode(False):  # one that is made in inference serves training too
+            self.packed = packed.clone() if packed.is_inference() else packed
         self.batch, self.heads, self.seqlen_q, self.seqlen_k, self.kept_blocks, self.tiles = packed[:6].tolist()
 
     # ------------------------------------------------------------------------------------------------------------------ what it is
@@ -197,7 +200,7 @@ class BlockMask:
             raise ValueError(f"ids has shape {tuple(ids.shape)}: expected [batch, seqlen] or [seqlen]")
         if not isinstance(causal, bool):
             raise ValueError(f"causal={causal!r}: expected a bool")
-        ids = ids[None] if ids.dim() == 1 else ids
+        ids = (ids[None] if ids.dim() == 1 else ids).long()
         sizes = Sizes(ids.shape[0], 1, ids.shape[1], ids.shape[1])
         first = torch.nn.functional.pad(_first_places(ids), (0, -sizes.seqlen_q % BLOCK), value=-1).view(-1, BLOCK)
         row, column = _meeting(first, sizes.blocks_q, causal)
@@ -210,10 +213,13 @@ class BlockMask:
                 bits = (first[r][:, :, None] == first[c][:, None, :]) & (first[r] >= 0)[:, :, None]
                 yield r, c, bits & (below | (c < r)[:, None, None]) if causal else bits
 
-        found = [(r, c, words_of(bits)) for r, c, bits in blocks()]
-        r, c, words = (torch.cat(x) for x in zip(*found, strict=True)) if found else (row[:0], row[:0], _no_words(ids.device))
-        r, c = torch.cat([row[full], r]), torch.cat([column[full], c])
-        place = torch.cat([torch.full_like(row[full], FULL), torch.arange(len(words), device=ids.device)])
+        found, tiles = [(row[full], column[full], torch.full_like(row[full], FULL))], [_no_words(ids.device)]
+        for r, c, bits in blocks():
+            kept = bits.flatten(1).any(1)
+            words, place = _distinct(words_of(bits[kept]))
+            found.append((r[kept], c[kept], place + sum(map(len, tiles))))
+            tiles.append(words)
+        (r, c, place), words = (torch.cat(x) for x in zip(*found, strict=True)), torch.cat(tiles)
         blocks_q = max(1, sizes.blocks_q)
         return cls._of(sizes, _classified(sizes, Blocks(r // blocks_q, r * 0, r % blocks_q, c % blocks_q, place, words)))
 
@@ -307,7 +313,11 @@ class BlockMask:
         batch, heads = (a if b == 1 else b for a, b in zip(self.shape[:2], other.shape[:2], strict=True))
         sizes = Sizes(batch, heads, *self.shape[2:])
         parts = [_spread(mask, sizes) for mask in (self, other)]
-        keys = torch.cat([key for key, _, _ in parts]).unique()
+        if combine is torch.bitwise_and:
+            (keys, _, _), (key, tile, _) = parts
+            keys = keys[_looked_up(keys, key, tile) != ABSENT]
+        else:
+            keys = torch.cat([key for key, _, _ in parts]).unique()
         tiles = [_looked_up(keys, key, tile) for key, tile, _ in parts]
         column, rest = keys % max(1, sizes.blocks_k), keys // max(1, sizes.blocks_k)
         row, lane = rest % max(1, sizes.blocks_q), rest // max(1, sizes.blocks_q)

@@ -194,6 +194,24 @@ def check_mod(name, kind, mod, aux, q, packed=False):
     return mod.key, tuple(aux)
 
 
+def check_mod_shapes(name, mod, aux, q, k, sequences=None) -> None:
+    """ValueError unless the tensors that a record reads have the shapes that it says. q, k: [batch, rows, heads, dim], or packed with
+    `sequences`, whose lengths are on the GPU and fit any."""
+    if mod.shapes is None:
+        return
+    sizes = {"heads_q": q.shape[-2], "batch": sequences, "seqlen_q": None, "seqlen_k": None}
+    if sequences is None:
+        sizes |= {"batch": q.shape[0], "seqlen_q": q.shape[1], "seqlen_k": k.shape[1]}
+    for place, (tensor, which, shape) in enumerate(zip(aux, mod.aux, mod.shapes, strict=True)):
+        wanted = [sizes[size] if isinstance(size, str) else size for size in shape]
+        fits = tensor.dim() == len(shape) and all(want in (None, size) for want, size in zip(wanted, tensor.shape, strict=True))
+        if not fits:
+            named = ", ".join("any" if size is None else str(size) for size in shape)
+            here = ", ".join("any" if want is None else str(want) for want in wanted)
+            called = f"{name}_aux[{place}] ({which} of {mod.name!r})"
+            raise ValueError(f"{called} has shape {tuple(tensor.shape)}: expected [{named}], here [{here}]")
+
+
 def refuse_packed_bias(bias) -> None:
     if bias is not None:
         raise NotImplementedError(

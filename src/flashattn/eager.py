@@ -30,7 +30,7 @@ from torch import Tensor
 
 from flashattn.block_lists import BLOCK, Blocks, Sizes, dense_of, list_of, unpack
 from flashattn.dropout import head_keys, kept
-from flashattn.mods import MaskMod, ScoreMod, apply_score_mod, indices
+from flashattn.mods import MaskMod, ScoreMod, apply_mask_mod, apply_score_mod, indices
 from flashattn.problem import Problem, check_lengths, check_used
 
 CHUNK_SCORES = 1 << 19  # float32 scores of one chunk: 2 MiB, so that the passes over it run in cache
@@ -711,7 +711,7 @@ def _modified(mods: _Mods, s_HMN: Tensor, group: int, rows: slice, keys: slice, 
         modified = (before, after) if derivative else None
         s_bhmn = after.detach().clone(memory_format=torch.contiguous_format)
     if mods.mask is not None:
-        s_bhmn = s_bhmn.masked_fill_(~mods.mask.twin(*where, *mods.mask_aux), -math.inf)
+        s_bhmn = s_bhmn.masked_fill_(~apply_mask_mod(mods.mask, where, mods.mask_aux), -math.inf)
     return s_bhmn.view(s_HMN.shape), modified
 
 

@@ -10,7 +10,7 @@ another key, so that nothing compiled, chosen or remembered for the old one serv
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from importlib import import_module
 from threading import Lock
 from typing import Any, ClassVar
@@ -18,6 +18,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+SIZES = "batch", "heads_q", "seqlen_q", "seqlen_k"  # of a call
 DEVICE = "flashattn.kernels.common.mods."  # where those that ship are
 _lock = Lock()
 
@@ -43,6 +44,10 @@ class _Mod:
             raise TypeError(f"twin of {self.kind} {self.name!r} is a {type(self.twin).__name__}: expected a function of torch tensors")
         if not isinstance(self.aux, tuple) or not all(isinstance(name, str) for name in self.aux):
             raise TypeError(f"aux={self.aux!r} of {self.kind} {self.name!r}: expected a tuple of names, one a tensor that it reads")
+        if self.shapes is not None and not self._are_shapes(self.shapes):
+            known = ", ".join(map(repr, SIZES))
+            expected = f"None, or a tuple of sizes for each of {self.aux}: numbers, None for any, or {known}"
+            raise TypeError(f"shapes={self.shapes!r} of {self.kind} {self.name!r}: expected {expected}")
         with _lock:
             same = [record for record in self.records.values() if record == self]
             key, count = self.name, 1
@@ -53,6 +58,20 @@ class _Mod:
             object.__setattr__(self, "key", key)
             self.records.setdefault(key, self)
             self.newest[self.name] = self
+
+    def _are_shapes(self, shapes) -> bool:
+        if not isinstance(shapes, tuple) or len(shapes) != len(self.aux) or not all(isinstance(shape, tuple) for shape in shapes):
+            return False
+        return all(size is None or size in SIZES or (isinstance(size, int) and size >= 0) for shape in shapes for size in shape)
+
+    def __copy__(self):  # a record says what it is and never changes
+        return self
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):  # made again where it is unpickled, so that it is registered there
+        return type(self), tuple(getattr(self, each.name) for each in fields(self) if each.init)
 
 
 @dataclass(frozen=True)
@@ -77,6 +96,9 @@ class ScoreMod(_Mod):
         aux: names of the tensors that it reads, in order, which are given with each call.
         adds: says that f only adds to a score, s + g(b, h, i, j). Then tensors that it reads have a gradient in dense calls: where one
             requires it, g is made by the twin, with all its quadratic memory, and goes the way of a bias. Default False: none has one.
+        shapes: of the tensors that it reads, a tuple of sizes each: numbers, None for any, or of the call ``"batch"`` (packed: sequences),
+            ``"heads_q"``, ``"seqlen_q"``, ``"seqlen_k"`` (packed: any). A call with others is refused. Default None: whatever comes is
+            read, and a kernel doesn't notice where a tensor ends.
 
     Raises:
         TypeError: an argument is none of these.
@@ -89,6 +111,7 @@ class ScoreMod(_Mod):
     twin: Callable[..., Tensor]
     aux: tuple[str, ...] = ()
     adds: bool = False
+    shapes: tuple[tuple[int | str | None, ...], ...] | None = None
     key: str = field(init=False, compare=False, repr=False, default="")
 
     records: ClassVar[dict[str, "ScoreMod"]] = {}
@@ -109,6 +132,7 @@ class MaskMod(_Mod):
             arguments as the forward of a `ScoreMod` has them.
         twin: the same in torch, ``(batch, head, q_idx, kv_idx, *aux) -> bool``: a `mask_mod` of FlexAttention.
         aux: names of the tensors that it reads, in order.
+        shapes: theirs, as in a `ScoreMod`.
 
     Raises:
         TypeError: an argument is none of these.
@@ -117,6 +141,7 @@ class MaskMod(_Mod):
     keep: Any
     twin: Callable[..., Tensor]
     aux: tuple[str, ...] = ()
+    shapes: tuple[tuple[int | str | None, ...], ...] | None = None
     key: str = field(init=False, compare=False, repr=False, default="")
 
     records: ClassVar[dict[str, "MaskMod"]] = {}
@@ -141,7 +166,19 @@ def indices(sequences: Tensor, heads: slice, rows: Tensor, keys: Tensor) -> tupl
 
 def apply_score_mod(mod: ScoreMod, score: Tensor, where: tuple[Tensor, ...], aux: tuple[Tensor, ...]) -> Tensor:
     """What the twin makes of score [batch, heads, rows, keys]: as large, in its dtype."""
-    return mod.twin(score, *where, *aux).to(score.dtype).expand(score.shape)
+    found = mod.twin(score, *where, *aux)
+    if not isinstance(found, Tensor):
+        raise TypeError(f"the twin of score_mod {mod.name!r} returned a {type(found).__name__}: expected a tensor of scores")
+    return found.to(score.dtype).expand(score.shape)
+
+
+def apply_mask_mod(mod: MaskMod, where: tuple[Tensor, ...], aux: tuple[Tensor, ...]) -> Tensor:
+    """Which pairs the twin keeps: bool, to broadcast to [batch, heads, rows, keys]."""
+    found = mod.twin(*where, *aux)
+    if not isinstance(found, Tensor) or found.dtype != torch.bool:
+        came = f"{found.dtype}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        raise TypeError(f"the twin of mask_mod {mod.name!r} returned {came}: expected a torch.bool tensor")
+    return found
 
 
 def added_by(mod: ScoreMod, aux: tuple[Tensor, ...], batch: int, heads: int, rows: int, keys: int) -> Tensor:
@@ -180,7 +217,7 @@ def _alibi(score, batch, head, q_idx, kv_idx, slopes):
 
 
 def _relative_bias(score, batch, head, q_idx, kv_idx, table, buckets):
-    reach = len(buckets) // 2
+    reach = (len(buckets) - 1) // 2
     return score + table[buckets[(kv_idx - q_idx).clamp(-reach, reach) + reach].long(), head]
 
 
@@ -192,17 +229,19 @@ def _prefix_lm(batch, head, q_idx, kv_idx, lengths):
     return (kv_idx <= q_idx) | (kv_idx < lengths[batch])
 
 
-softcap = ScoreMod("softcap", DEVICE + "softcap", DEVICE + "softcap_gradient", _softcap, aux=("cap",))
+softcap = ScoreMod("softcap", DEVICE + "softcap", DEVICE + "softcap_gradient", _softcap, aux=("cap",), shapes=((1,),))
 """cap tanh(score / cap), with cap ``[1]``: what `softcap` is without a bias and ALiBi, which here are capped too."""
-alibi = ScoreMod("alibi", DEVICE + "alibi", DEVICE + "unchanged", _alibi, aux=("slopes",), adds=True)
+alibi = ScoreMod("alibi", DEVICE + "alibi", DEVICE + "unchanged", _alibi, ("slopes",), adds=True, shapes=(("heads_q",),))
 """score - slopes[head] |q_idx - kv_idx|, with slopes ``[heads_q]``: `alibi_slopes` where there are as many queries as keys."""
 relative_bias = ScoreMod(
-    "relative_bias", DEVICE + "relative_bias", DEVICE + "unchanged", _relative_bias, aux=("table", "buckets"), adds=True
-)
+    "relative_bias", DEVICE + "relative_bias", DEVICE + "unchanged", _relative_bias, aux=("table", "buckets"), adds=True,
+    shapes=((None, "heads_q"), (None,)),
+)  # fmt: skip
 """score + table[buckets[kv_idx - q_idx], head], with table ``[buckets, heads_q]`` and buckets of `t5_buckets` or others, int32 of odd
 length with that of distance 0 in the middle. A table that requires a gradient has one, see `ScoreMod.adds`."""
-documents = MaskMod("documents", DEVICE + "documents", _documents, aux=("ids_q", "ids_k"))
-"""Keeps keys of the query's document: ids_q ``[batch, seqlen_q]`` equal to ids_k ``[batch, seqlen_k]``, whole numbers."""
-prefix_lm = MaskMod("prefix_lm", DEVICE + "prefix_lm", _prefix_lm, aux=("lengths",))
+documents = MaskMod("documents", DEVICE + "documents", _documents, ("ids_q", "ids_k"), (("batch", "seqlen_q"), ("batch", "seqlen_k")))
+"""Keeps keys of the query's document: ids_q ``[batch, seqlen_q]`` equal to ids_k ``[batch, seqlen_k]``, whole numbers. Negative ones are
+ids as others are; to `BlockMask.from_document_ids` they are padding."""
+prefix_lm = MaskMod("prefix_lm", DEVICE + "prefix_lm", _prefix_lm, ("lengths",), (("batch",),))
 """Keeps the keys up to the query, and all of the first lengths[batch], whole numbers ``[batch]``. Positions are counted from 0 on both
 sides."""

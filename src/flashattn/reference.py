@@ -20,7 +20,7 @@ from einops import einsum, rearrange, repeat
 from torch import Tensor
 
 from flashattn.dropout import dropout_mask
-from flashattn.mods import MaskMod, ScoreMod, apply_score_mod, indices
+from flashattn.mods import MaskMod, ScoreMod, apply_mask_mod, apply_score_mod, indices
 from flashattn.problem import canonical_dropout, canonical_window, default_scale
 
 
@@ -164,7 +164,7 @@ def attention_reference(
         scores = apply_score_mod(score_mod, scores, where, score_mod_aux)
         attended = attended & (scores != -math.inf)
     if mask_mod is not None:
-        keep = (keep & mask_mod.twin(*where, *mask_mod_aux)).expand(scores.shape)
+        keep = (keep & apply_mask_mod(mask_mod, where, tuple(mask_mod_aux))).expand(scores.shape)
         attended = attended & keep
     empty = ~attended.any(dim=-1)  # [seqlen_q], or with a bias [..., seqlen_q] of as many dimensions as it has
     scores = scores.masked_fill(~keep, -math.inf)

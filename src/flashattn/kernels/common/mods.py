@@ -48,7 +48,7 @@ def alibi(score, batch, head, q_idx, kv_idx, aux):
 
 @triton.jit
 def relative_bias(score, batch, head, q_idx, kv_idx, aux):
-    reach = aux[1].shape[0] // 2
+    reach = (aux[1].shape[0] - 1) // 2
     place = tl.minimum(tl.maximum(kv_idx - q_idx, -reach), reach) + reach
     return score + read(aux[0], read(aux[1], place), head)
 
