@@ -79,6 +79,9 @@ class Compiled:
         return found
 
 
+_logs: dict[str, str] = {}  # what ptxas said, by the kernel
+
+
 def compile_here(job: Job) -> Compiled:
     """Compile in this process, which must be able to (no interpreter), and measure."""
     import triton
@@ -93,7 +96,8 @@ def compile_here(job: Job) -> Compiled:
     with redirect_stdout(StringIO()) as log:
         compiled = kernel.warmup(*args, grid=(1,), **options)
     seconds = time.perf_counter() - started
-    registers, stack, stores, loads, warnings = _resources(log.getvalue())
+    said = _logs.setdefault(compiled.hash, log.getvalue())  # two jobs may be one kernel, which a process compiles once
+    registers, stack, stores, loads, warnings = _resources(said)
     ptx, metadata = compiled.asm["ptx"], compiled.metadata
     barriers = frozenset(map(int, re.findall(r"bar(?:rier)?(?:\.cta)?\.(?:sync|arrive|red)\S*\s+(\d+)", ptx)))
     tensor_memory = getattr(metadata, "tmem_size", None) or 0

@@ -162,11 +162,11 @@ def build(name: str, itemsize: int, largest_dim: int, cc: int, variant: str):
 
 
 def shared_out(jobs: list[Job], row_of) -> list[Job]:
-    """The first job of each row, and of the others half under the oldest Triton and another eighth under newer ones, by a checksum of
+    """The first job of each row, and of the others a third under the oldest Triton and an eighth under newer ones, by a checksum of
     their names: a job takes seconds, and CI has two cores for all of them under both."""
     if EVERYTHING:
         return jobs
-    every, which = (2, 0) if TRITON == OLDEST else (8, 1)
+    every, which = (3, 0) if TRITON == OLDEST else (8, 1)
     seen, kept = set(), []
     for job in jobs:
         row = row_of(job)
