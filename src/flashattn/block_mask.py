@@ -1,8 +1,9 @@
 """`BlockMask`: which pairs of a query and a key a call keeps, at the cost of the blocks that keep some. Data alone: see block_lists.py.
 
-No constructor but `from_mask` and `from_layout`, which are given one, ever holds a matrix of all pairs or of all blocks; each makes blocks
-of bits a few hundred at a time, and of equal tiles one. The surprising fact: `&` and `|` ask nothing of how a mask was made. A block that
-is full, or not there, is a tile of ones, or of zeros, for the moment, and there are few different pairs of tiles to combine.
+No constructor but `from_mask`, which is given one, ever holds a matrix of all pairs; of all blocks, only `from_layout` and the patterns do,
+in blocks as coarse as theirs. Each makes blocks of bits a few hundred at a time, and of equal tiles one. The surprising fact: `&` and `|`
+ask nothing of how a mask was made. A block that is full, or not there, is a tile of ones, or of zeros, for the moment, and there are few
+different pairs of tiles to combine.
 
 Over 300 lines because a public docstring says all that a caller has to know.
 """
@@ -189,8 +190,9 @@ class BlockMask:
         """Documents packed in rows: query i of an entry keeps key j where ``ids[b, i] == ids[b, j]``, and with `causal` ``j <= i``.
 
         ids: integers ``[batch, seqlen]`` or ``[seqlen]`` (then for all entries), in any order. Negative ones are padding: such rows keep
-        nothing and nobody keeps them. Memory: the tokens and the kept blocks; time: the kept blocks, and where documents are not
-        contiguous also all pairs of blocks. The same as `attention_varlen` of the documents one behind the other.
+        nothing and nobody keeps them. Memory: the tokens and the kept blocks; time: the kept blocks. Where documents are not
+        contiguous time is that of all pairs of blocks, and memory holds the numbers of those whose documents may meet. The
+        same as `attention_varlen` of the documents one behind the other.
 
         TypeError for ids that are no integers, ValueError for another number of dimensions.
         """

@@ -62,9 +62,8 @@ def forward(
     logarithm, [batch, heads_q, seqlen_q] or [heads_q, total_q]. Rows without keys, and rows past the last cu_seqlens, have out 0 and
     lse -inf, or the sink for the former. slopes: float32 [heads_q] or [batch, heads_q]; sinks: float32 [heads_q]; bias: of a dense call,
     [batch, heads_q, seqlen_q, seqlen_k] with sizes of 1 for what is shared, any strides; rng: int64 [2], the seed and offset of dropout,
-    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout); aux: what the mods read, whose twins run;
-    blocks: of a block mask, see block_lists.py. cu_seqlens_k: where
-    `problem` says used_k, the lengths of keys.
+    which multiplies p_ij in the first sum with 0 or 1 / (1 - dropout); aux: what the mods read, whose twins run; blocks: of a block
+    mask, see block_lists.py. cu_seqlens_k: where `problem` says used_k, the lengths of keys.
     Raises ValueError for cu_seqlens that fall or reach past the tensor, as lengths do. token is for launchers; nothing is launched here.
     """
     with _without_autocast(q.device):

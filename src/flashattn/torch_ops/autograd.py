@@ -347,6 +347,34 @@ class AttentionBackward(torch.autograd.Function):
         return gradients, dims
 
 
+def _save(ctx, inputs, output, aux=()):
+    """What `_gradients` wants of the inputs of attn_fwd and of its output. aux: tensors to save besides."""
+    q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, cu_seqlens_q, cu_seqlens_k, *options = inputs
+    out, lse = output
+    *needs, needs_dslopes, needs_dsinks, needs_dbias = ctx.needs_input_grad[:_INPUTS]
+    if needs_dslopes:
+        raise NotImplementedError(NO_SLOPES_GRADIENT)
+    ctx.needs = (*needs, needs_dsinks, needs_dbias)
+    needs_dp = ctx.needs[0] or ctx.needs[1] or needs_dsinks or needs_dbias
+    v, out = (v, out) if needs_dp else (None, None)
+    ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k, *aux)
+    ctx.softcap, ctx.dropout_p = softcap, dropout_p
+    ctx.options = options
+    ctx.head_dim_v = output[0].shape[-1]
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, dout, dlse, call):
+    """Of the inputs of attn_fwd. call: from the arguments of attn_bwd up to its needs, and what was saved besides, to its gradients."""
+    q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k, *aux = ctx.saved_tensors
+    dq = dk = dv = dsinks = dbias = None
+    if dout is not None or dlse is not None:
+        extras = slopes, sinks, bias, ctx.softcap, ctx.dropout_p, rng, blocks
+        args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, cu_seqlens_q, cu_seqlens_k, *ctx.options)
+        dq, dk, dv, dsinks, dbias = _wanted(call(args, aux), ctx.needs)
+    return (dq, dk, dv, None, None if dsinks is None else dsinks.sum(0), dbias, *[None] * _OPTIONS)
+
+
 class Attention(torch.autograd.Function):
     """(out, lse) of q, k, v, alibi_slopes, sinks, bias and the options of the operator. `setup_context` is apart from `forward`, as
     torch.func wants it."""
@@ -359,31 +387,14 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, cu_seqlens_q, cu_seqlens_k, *options = inputs
-        out, lse = output
-        *needs, needs_dslopes, needs_dsinks, needs_dbias = ctx.needs_input_grad[:_INPUTS]
-        if needs_dslopes:
-            raise NotImplementedError(NO_SLOPES_GRADIENT)
-        ctx.needs = (*needs, needs_dsinks, needs_dbias)
-        needs_dp = ctx.needs[0] or ctx.needs[1] or needs_dsinks or needs_dbias
-        v, out = (v, out) if needs_dp else (None, None)
-        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k)
+        _save(ctx, inputs, output)
         if forward_ad._current_level >= 0:
+            *_, blocks, cu_seqlens_q, cu_seqlens_k = inputs[: _INPUTS + 6]
             ctx.save_for_forward(*inputs[:_INPUTS], blocks, cu_seqlens_q, cu_seqlens_k)
-        ctx.softcap, ctx.dropout_p = softcap, dropout_p
-        ctx.options = options
-        ctx.head_dim_v = output[0].shape[-1]
-        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k = ctx.saved_tensors
-        dq = dk = dv = dsinks = dbias = None
-        if dout is not None or dlse is not None:
-            extras = slopes, sinks, bias, ctx.softcap, ctx.dropout_p, rng, blocks
-            args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, cu_seqlens_q, cu_seqlens_k, *ctx.options, *ctx.needs)
-            dq, dk, dv, dsinks, dbias = _wanted(attn_bwd(*args), ctx.needs)
-        return (dq, dk, dv, None, None if dsinks is None else dsinks.sum(0), dbias, *[None] * _OPTIONS)
+        return _gradients(ctx, dout, dlse, lambda args, aux: attn_bwd(*args, *ctx.needs))
 
     @staticmethod
     def jvp(ctx, *tangents):

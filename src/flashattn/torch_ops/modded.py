@@ -11,13 +11,12 @@ from functools import partial
 
 import torch
 
-from ..checks import NO_SLOPES_GRADIENT
 from ..mods import ScoreMod
 from . import schemas
-from .autograd import _differentiable, _each, _wanted
+from .autograd import _INPUTS, _OPTIONS, _differentiable, _each, _gradients, _save
 from .schemas import LIBRARY
 
-_ARGUMENTS, _TENSORS, _OPTIONS = 20, 6, 14  # of attn_fwd: all, the first that may be differentiated, and those after them
+_ARGUMENTS = _INPUTS + _OPTIONS  # of attn_fwd
 _MODS = "str? score_mod, str? mask_mod, Tensor[] mod_aux"
 _NEEDS = "bool need_dq, bool need_dk, bool need_dv, bool need_dsinks, bool need_dbias"
 LIBRARY.define(
@@ -84,7 +83,7 @@ class ModAttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def listed(*args):
-        place = _ARGUMENTS + 7  # 8 before those of attn_fwd in place of q, k and v, whose keys of mods come next
+        place = 8 + _ARGUMENTS - 3 + 2  # what comes before the needs: instead of q, k and v there are 8, and behind all two keys of mods
         return *args[:place], list(args[place + 5 :]), *args[place : place + 5]
 
     @staticmethod
@@ -126,29 +125,14 @@ class ModAttention(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx, inputs, output):
-        q, k, v, slopes, sinks, bias, softcap, dropout_p, rng, blocks, cu_seqlens_q, cu_seqlens_k, *rest = inputs
-        *ctx.options, ctx.score_mod, ctx.mask_mod = rest[: _ARGUMENTS + 2 - 12]
-        out, lse = output
-        *needs, needs_dslopes, needs_dsinks, needs_dbias = ctx.needs_input_grad[:_TENSORS]
-        if needs_dslopes:
-            raise NotImplementedError(NO_SLOPES_GRADIENT)
-        ctx.needs = (*needs, needs_dsinks, needs_dbias)
-        v, out = (v, out) if any(ctx.needs[:2]) or any(ctx.needs[3:]) else (None, None)
-        aux = inputs[_ARGUMENTS + 2 :]
-        ctx.save_for_backward(q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k, *aux)
-        ctx.softcap, ctx.dropout_p, ctx.head_dim_v = softcap, dropout_p, output[0].shape[-1]
-        ctx.set_materialize_grads(False)
+        given, mods, aux = inputs[:_ARGUMENTS], inputs[_ARGUMENTS : _ARGUMENTS + 2], inputs[_ARGUMENTS + 2 :]
+        _save(ctx, given, output, aux)
+        ctx.mods, ctx.others = mods, len(mods) + len(aux)
 
     @staticmethod
     def backward(ctx, dout, dlse):
-        q, k, v, out, lse, slopes, sinks, bias, rng, blocks, cu_seqlens_q, cu_seqlens_k, *aux = ctx.saved_tensors
-        gradients = [None] * 5
-        if dout is not None or dlse is not None:
-            extras = slopes, sinks, bias, ctx.softcap, ctx.dropout_p, rng, blocks, cu_seqlens_q, cu_seqlens_k
-            args = (dout, dlse, q, k, v, out, lse, ctx.head_dim_v, *extras, *ctx.options, ctx.score_mod, ctx.mask_mod, *ctx.needs, *aux)
-            gradients = _wanted(attn_mod_bwd(*args), ctx.needs)
-        *of_qkv, dsinks, dbias = gradients
-        return *of_qkv, None, None if dsinks is None else dsinks.sum(0), dbias, *[None] * (_OPTIONS + 2 + len(aux))
+        found = _gradients(ctx, dout, dlse, lambda args, aux: attn_mod_bwd(*args, *ctx.mods, *ctx.needs, *aux))
+        return *found, *[None] * ctx.others
 
     @staticmethod
     def vmap(info, in_dims, *args):

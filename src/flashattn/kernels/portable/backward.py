@@ -7,8 +7,9 @@ The gradient of lse enters through delta alone, because d lse / d score is p as 
 With dropout, out is made of z p, where z is 0 or 1 / (1 - dropout): so dV takes z p for p, and ds takes z dp for dp. delta is as ever.
 A score_mod sends ds through its own derivative, before the softcap's.
 Method: Dao et al. 2022 (FlashAttention), appendix B.4; Dao 2023 (FlashAttention-2), algorithm 2. The dK/dV pass works on transposed
-tiles [N, M], so that p^T and ds^T are left operands straight from registers. Over 300 lines, since its two
-large passes say the same of a tile and of its transpose, which one reads side by side.
+tiles [N, M], so that p^T and ds^T are left operands straight from registers.
+
+Over 300 lines, since its two large passes say the same of a tile and of its transpose, which one reads side by side.
 """
 
 import triton
